@@ -1,0 +1,1 @@
+"""The decoding loop: scheduler, sequences, caches, the speculative step, sampling."""

@@ -1,0 +1,208 @@
+"""What serve sees of a backend: one request in, a stream of events out, and facts about the build.
+
+Frozen dataclasses and one protocol; knows no HTTP, no tensor and no database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class BackendError(Exception):
+    """Base of everything a backend raises on purpose. `str(error)` is fit for a user."""
+
+
+class InvalidRequest(BackendError):
+    """The request cannot be served as asked.
+
+    `param` names the offending field; `code` is OpenAI's error code where one exists
+    (`context_length_exceeded`, ...).
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class BackendUnavailable(BackendError):
+    """The backend cannot take requests now (starting, draining or failed)."""
+
+
+class GenerationFailed(BackendError):
+    """A running generation was ended by a fault of the backend."""
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """What the client asked for; None means the backend's default for this model and thinking mode."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0  # alternatives per token on `ChatEvent.tokens`; 0 … 64
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One chat completion. `messages` are OpenAI message objects, content already flattened to text or None."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]]
+    sampling: SamplingRequest = SamplingRequest()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the `top_logprobs` candidates of a position."""
+
+    token_id: int
+    text: str  # lossy view: U+FFFD where the bytes are not whole characters
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """One emitted token: log-softmax of the raw target logits, and the alternatives asked for, best first."""
+
+    token_id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verify step as DESIGN §6 counts it: slots proposed and slots accepted."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Provenance (law L4): sha256 hex digests, and the build string within which results are bitwise equal."""
+
+    weights: str
+    tokenizer: str
+    chat_template: str
+    drafter: str
+    build: str
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds and counts of one request, with llama.cpp's meanings.
+
+    `prompt_ms`: admission to first token. `predicted_ms`: first token to last. `queue_ms`: submission to admission.
+    """
+
+    queue_ms: float
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything a capture record needs of a generation, however it ended."""
+
+    finish_reason: FinishReason
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # one per completion id, of the raw target distribution
+    seed: int
+    sampling: Mapping[str, Any]  # effective parameters: temperature, top_p, top_k, min_p, max_tokens, stop
+    drafter: str  # name: "mtp", "none", ...
+    steps: tuple[Step, ...]
+    fingerprints: Fingerprints
+    timings: Timings
+    content: str
+    reasoning: str
+    stop_string: str | None = None  # the stop string that ended it, if one did
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatEvent:
+    """A piece of the answer. Concatenated `content` and `reasoning` equal the final result's.
+
+    Exactly one event, the last, carries `result`. `tokens` lists the tokens whose text this event completes or
+    advances (a token whose bytes are held back appears when it is emitted by the engine, not when its text is).
+    `raw` is an upstream's delta, forwarded unchanged.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tokens: tuple[TokenInfo, ...] = ()
+    result: Result | None = None
+    raw: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What /v1/models and /version say. `build` and `probe` are JSON-ready."""
+
+    name: str
+    max_model_len: int
+    drafter: str
+    draft_tokens: int
+    fingerprints: Fingerprints
+    build: Mapping[str, Any]
+    probe: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A consistent snapshot of the engine's counters since start; lists are indexed by slot."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float  # 0 … 1
+    drafter: str
+    drafts: int  # verify steps that proposed at least one slot
+    draft_tokens: int
+    accepted_tokens: int
+    draft_tokens_per_pos: tuple[int, ...]
+    accepted_tokens_per_pos: tuple[int, ...]
+    recent_draft_tokens_per_pos: tuple[int, ...]  # last 60 s
+    recent_accepted_tokens_per_pos: tuple[int, ...]
+
+
+class ChatBackend(Protocol):
+    """A source of chat completions. All methods are called from one asyncio event loop."""
+
+    async def start(self) -> None:
+        """Load and become ready. Raises BackendError with one clear line when it cannot."""
+
+    async def close(self) -> None:
+        """Cancel what still runs and release everything."""
+
+    def info(self) -> ModelInfo: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def ready(self) -> bool: ...
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
+        """Generate. The first `__anext__` raises InvalidRequest or BackendUnavailable for requests that never start.
+
+        Closing the iterator (`aclose`) cancels the generation within one engine step. A cancelled generation yields
+        no result to a closed iterator; use `cancel` to end it early and still receive the result event with
+        finish_reason "cancelled". A fault yields a result event with finish_reason "error" and `error` set.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

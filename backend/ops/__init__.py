@@ -1,0 +1,1 @@
+"""Numerical primitives, each a torch reference with the row-invariance it promises."""

@@ -1,0 +1,1 @@
+"""The bundled tiny model: files in the layout transformers reads."""

@@ -1,0 +1,1 @@
+"""The wire: HTTP, OpenAI's shapes, SSE, limits. Knows no tensor."""

@@ -1,0 +1,1 @@
+"""npz in, drafter checkpoint out."""
