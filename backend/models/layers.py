@@ -1,0 +1,172 @@
+"""The layers of Qwen3.5: linear, norm, SwiGLU, gated attention, gated DeltaNet. Parameters are named as Hugging Face's.
+
+Formulas: transformers' `models/qwen3_5`, arXiv 2412.06464 (gated DeltaNet). Knows no cache: see forms.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backend.models.config import ModelConfig
+from backend.models.forms import Form
+from backend.ops.linear import RowTile, linear
+from backend.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from backend.ops.rope import rotary_tables, rotate
+
+
+class Linear(nn.Module):
+    """weight [out, in], no bias. `tile` is what makes its rows invariant; the engine's probe sets it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.tile = RowTile()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.tile)
+
+
+class Norm(nn.Module):
+    """Zero-centred RMSNorm over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedNorm(nn.Module):
+    """Plain-weight RMSNorm gated by SiLU, the DeltaNet's output norm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class GatedAttention(nn.Module):
+    """Softmax attention with per-head q/k norm, partial rotary and a sigmoid output gate."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.rotary_dim, self.theta = config.rotary_dim, config.rope_theta
+        self.q_proj = Linear(config.hidden_size, 2 * self.heads * self.head_dim)
+        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
+        self.q_norm = Norm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = Norm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, form: Form) -> Tensor:
+        B, T, _ = x.shape
+        # Packed per head: [query | gate], not all queries and then all gates.
+        q, gate = self.q_proj(x).view(B, T, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        cos, sin = rotary_tables(form.positions, self.rotary_dim, self.theta)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        o = form.attend(self.layer, q, k, v)  # [B, T, heads, head_dim]
+        out: Tensor = self.o_proj((o * torch.sigmoid(gate)).reshape(B, T, -1))
+        return out
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule behind a short causal convolution."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        self.split = (keys, keys, values)
+        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
+        self.in_proj_z = Linear(config.hidden_size, values)
+        self.in_proj_b = Linear(config.hidden_size, self.v_heads)
+        self.in_proj_a = Linear(config.hidden_size, self.v_heads)
+        self.conv1d = Convolution(2 * keys + values, config.linear_conv_kernel_dim)
+        self.dt_bias = nn.Parameter(torch.ones(self.v_heads))
+        self.A_log = nn.Parameter(torch.zeros(self.v_heads))
+        self.norm = GatedNorm(self.v_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, config.hidden_size)
+
+    def forward(self, x: Tensor, form: Form) -> Tensor:
+        B, T, _ = x.shape
+        mixed = form.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)  # [B, T, 2·keys + values]
+        q, k, v = mixed.split(self.split, dim=-1)
+        z = self.in_proj_z(x).view(B, T, self.v_heads, self.v_dim)
+        beta = torch.sigmoid(self.in_proj_b(x).float())  # [B, T, v_heads]
+        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+
+        def spread(heads: Tensor) -> Tensor:  # value head h uses key head h // ratio
+            return l2_norm(heads.view(B, T, self.k_heads, self.k_dim)).repeat_interleave(
+                self.v_heads // self.k_heads, dim=2
+            )
+
+        o = form.delta_rule(
+            self.layer,
+            spread(q) * self.k_dim**-0.5,
+            spread(k),
+            v.reshape(B, T, self.v_heads, self.v_dim).float(),
+            g,
+            beta,
+        )  # [B, T, v_heads, v_dim] float32
+        out: Tensor = self.out_proj(self.norm(o, z).reshape(B, T, -1))
+        return out
+
+
+class Convolution(nn.Module):
+    """Holds the depthwise weight [channels, 1, width]; forms apply it, because they own its history."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class DecoderLayer(nn.Module):
+    """x += mixer(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, kind: str) -> None:
+        super().__init__()
+        if kind == "full_attention":
+            self.self_attn = GatedAttention(config, layer)
+        else:
+            self.linear_attn = GatedDeltaNet(config, layer)
+        self.full_attention = kind == "full_attention"
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, form: Form) -> Tensor:
+        mixer = self.self_attn if self.full_attention else self.linear_attn
+        x = x + mixer(self.input_layernorm(x), form)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

@@ -1,0 +1,30 @@
+"""Normalisations of Qwen3.5. All compute in float32 and return the input's dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zero-centred RMSNorm: x / sqrt(mean(x²) + eps) · (1 + weight) over the last dimension.
+
+    Qwen3.5 stores weight - 1 everywhere except in the DeltaNet output norm (`gated_rms_norm`).
+    """
+    x32 = x.float()
+    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (y * (1.0 + weight.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with plain weight, then · SiLU(gate). x may be float32; the result has gate's dtype."""
+    x32 = x.float()
+    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (y * weight.float() * F.silu(gate.float())).to(gate.dtype)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(Σx² + eps) over the last dimension, in float32 (the DeltaNet's q and k)."""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)
