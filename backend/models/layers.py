@@ -6,11 +6,11 @@ Formulas: transformers' `models/qwen3_5`, arXiv 2412.06464 (gated DeltaNet). Kno
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backend.models.config import ModelConfig
 from backend.models.forms import Form
+from backend.ops.elementwise import exp, sigmoid, silu, softplus
 from backend.ops.linear import RowTile, linear
 from backend.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from backend.ops.rope import rotary_tables, rotate
@@ -62,7 +62,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -94,7 +94,7 @@ class GatedAttention(nn.Module):
         cos, sin = rotary_tables(form.positions, self.rotary_dim, self.theta)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         o = form.attend(self.layer, q, k, v)  # [B, T, heads, head_dim]
-        out: Tensor = self.o_proj((o * torch.sigmoid(gate)).reshape(B, T, -1))
+        out: Tensor = self.o_proj((o * sigmoid(gate)).reshape(B, T, -1))
         return out
 
 
@@ -123,8 +123,8 @@ class GatedDeltaNet(nn.Module):
         mixed = form.convolve(self.layer, self.in_proj_qkv(x), self.conv1d.weight)  # [B, T, 2·keys + values]
         q, k, v = mixed.split(self.split, dim=-1)
         z = self.in_proj_z(x).view(B, T, self.v_heads, self.v_dim)
-        beta = torch.sigmoid(self.in_proj_b(x).float())  # [B, T, v_heads]
-        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        beta = sigmoid(self.in_proj_b(x).float())  # [B, T, v_heads]
+        g = -exp(self.A_log.float()) * softplus(self.in_proj_a(x).float() + self.dt_bias.float())
 
         def spread(heads: Tensor) -> Tensor:  # value head h uses key head h // ratio
             return l2_norm(heads.view(B, T, self.k_heads, self.k_dim)).repeat_interleave(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from backend.ops.elementwise import silu
 
 
 def causal_conv_silu(columns: Tensor, weight: Tensor) -> Tensor:
@@ -20,4 +21,4 @@ def causal_conv_silu(columns: Tensor, weight: Tensor) -> Tensor:
     for tap in range(1, width):
         total = total + x[:, tap : tap + rows] * taps[:, tap]
     # The reference implementation rounds the convolution to the model's dtype before the activation.
-    return F.silu(total.to(columns.dtype).float()).to(columns.dtype)
+    return silu(total.to(columns.dtype).float()).to(columns.dtype)

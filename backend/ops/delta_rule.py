@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.ops.elementwise import exp
+
 
 def recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
@@ -24,7 +26,7 @@ def recurrent_delta_rule(
     B, T, H, dk = k.shape
     dv = v.shape[-1]
     S = state.reshape(B * H, dk, dv)
-    decay = g.exp()
+    decay = exp(g)
     outputs = []
     for t in range(T):
         qt = q[:, t].reshape(B * H, 1, dk)
@@ -71,7 +73,7 @@ def chunked_delta_rule(
 
     Chunk borders are counted from the first row given, so callers that need an absolute grid start on it.
     """
-    B, T, H, dk = k.shape
+    B, T = k.shape[:2]
     padding = -T % chunk
     n = (T + padding) // chunk
 

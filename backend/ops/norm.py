@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from backend.ops.elementwise import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,7 +22,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """RMSNorm with plain weight, then · SiLU(gate). x may be float32; the result has gate's dtype."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (y * weight.float() * F.silu(gate.float())).to(gate.dtype)
+    return (y * weight.float() * silu(gate.float())).to(gate.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -8,18 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend.ops.elementwise import cos, sin
+
 
 def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """positions int64 [B, T] → cos, sin float32 [B, T, 1, rotary_dim / 2]; pair i turns by p · theta^(-2i/rotary_dim)."""
+    """positions int64 [B, T] → cos, sin float32 [B, T, 1, rotary_dim / 2].
+
+    Pair i of a head turns by the angle p · theta^(-2i / rotary_dim).
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)
-    return angles.cos()[:, :, None], angles.sin()[:, :, None]
+    return cos(angles)[:, :, None], sin(angles)[:, :, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """x [B, T, heads, D] → same shape and dtype; dimensions past the rotary ones pass through."""
-    half = cos.shape[-1]
+    half = cosines.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     a32, b32 = a.float(), b.float()
-    turned = torch.cat((a32 * cos - b32 * sin, b32 * cos + a32 * sin), dim=-1).to(x.dtype)
+    turned = torch.cat((a32 * cosines - b32 * sines, b32 * cosines + a32 * sines), dim=-1).to(x.dtype)
     return torch.cat((turned, rest), dim=-1)

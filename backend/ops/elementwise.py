@@ -1,0 +1,64 @@
+"""Transcendental functions whose results do not depend on where in a tensor an element stands.
+
+torch's CPU loops use vector instructions for whole vectors and scalar library calls for the tail, and the two differ
+in the last bit; a loop over enough elements is also cut at arbitrary places for threads. Here every call starts on
+a row, ends on a whole vector and stays below the threading grain, so a row's bits are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 64  # twice the widest vector (32 bfloat16): the unit of torch's unrolled vector loop
+GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thread
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x over [..., W], same shape and dtype."""
+    return _rowwise(torch.exp, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) over [..., W]."""
+    return _rowwise(torch.sigmoid, x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x) over [..., W]."""
+    return _rowwise(F.silu, x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) over [..., W]."""
+    return _rowwise(F.softplus, x)
+
+
+def cos(x: Tensor) -> Tensor:
+    """cosine over [..., W]."""
+    return _rowwise(torch.cos, x)
+
+
+def sin(x: Tensor) -> Tensor:
+    """sine over [..., W]."""
+    return _rowwise(torch.sin, x)
+
+
+def _rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    # Gradients are never compared bit by bit, and other devices have no scalar tails.
+    if torch.is_grad_enabled() or x.device.type != "cpu":
+        return function(x)
+    width = x.shape[-1]
+    flat = x.reshape(-1, width).contiguous()
+    padding = -width % LANES
+    if padding:
+        flat = F.pad(flat, (0, padding))
+    rows = max(GRAIN // (width + padding), 1)
+    if len(flat) <= rows:
+        out = function(flat)
+    else:
+        out = torch.cat([function(part) for part in flat.split(rows)])
+    return out[:, :width].reshape(x.shape)
