@@ -1,0 +1,262 @@
+"""A capture file to read: counts, acceptance, single rows, and all rows as a stream.
+
+Knows the table and SQLite; knows nothing of how rows get there, of models or of tokenizers.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlite_utils import Database
+
+from capture.migrations import check, upgrade
+from capture.records import COLUMNS, CaptureError, Generation, Status, from_row
+
+READER_BUSY_SECONDS = 5.0
+WRITER_BUSY_SECONDS = 30.0
+
+
+class UnknownGenerationError(CaptureError):
+    """No row, or more than one, answers to the id asked for."""
+
+
+def default_path() -> Path:
+    """The capture file of server and CLI alike: $DRAFTLOOP_CAPTURE, else draftloop/capture.db in the data home."""
+    if configured := os.environ.get("DRAFTLOOP_CAPTURE"):
+        return Path(configured)
+    data_home = os.environ.get("XDG_DATA_HOME", "")
+    # The XDG specification: a relative path in the variable is to be ignored.
+    base = Path(data_home) if os.path.isabs(data_home) else Path.home() / ".local" / "share"
+    return base / "draftloop" / "capture.db"
+
+
+def connect(path: Path, *, busy_seconds: float) -> Database:
+    """Open an existing file; the connection may move to another thread. Raises CaptureError."""
+    if not path.exists():
+        raise CaptureError(f"no capture file at {path}: `serve` makes one, or name another with --capture")
+    if not path.is_file():
+        raise CaptureError(f"{path} is not a file")
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    try:
+        connection = sqlite3.connect(uri, uri=True, timeout=busy_seconds, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise CaptureError(f"cannot open {path}: {error}") from error
+    db = Database(connection, execute_plugins=False)
+    try:
+        db.execute("PRAGMA schema_version").fetchone()
+    except sqlite3.Error as error:
+        db.close()
+        raise file_error(path, error) from error
+    return db
+
+
+def file_error(path: Path, error: sqlite3.Error) -> CaptureError:
+    """What SQLite found wrong with a file, in one line."""
+    if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_NOTADB:
+        return CaptureError(f"{path} is not an SQLite file")
+    if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+        return CaptureError(f"{path} is locked by another process")
+    return CaptureError(f"{path}: {error}")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a drafter's verify steps came to (DESIGN §6); lists are indexed by slot."""
+
+    drafter: str
+    steps: int  # verify steps, those that proposed nothing included
+    proposed: tuple[int, ...]  # P_s: steps in which a draft stood in slot s
+    accepted: tuple[int, ...]  # A_s: steps in which the drafts of slots 0 … s were all accepted
+
+    @property
+    def surv(self) -> tuple[float, ...]:
+        """A_s / P_s."""
+        return tuple(a / p for a, p in zip(self.accepted, self.proposed, strict=True))
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Σ A_s / Σ P_s; None where nothing was proposed."""
+        return sum(self.accepted) / sum(self.proposed) if self.proposed else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """τ = 1 + Σ A_s / verify steps; None without a step."""
+        return 1 + sum(self.accepted) / self.steps if self.steps else None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The whole file in figures; `file_bytes` includes the write-ahead log."""
+
+    rows: int
+    by_status: dict[str, int]
+    by_finish_reason: dict[str, int]
+    by_drafter: dict[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    acceptance: tuple[Acceptance, ...]
+    first: str | None
+    last: str | None
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A row without its large columns; token counts are None where no ids were kept."""
+
+    id: str
+    created_at: str
+    status: Status
+    finish_reason: str | None
+    model: str
+    drafter: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    preview: str  # the answer's first 80 characters
+
+
+class Store:
+    """An open capture file. Use as a context manager, or `close()` it."""
+
+    def __init__(self, path: Path, db: Database) -> None:
+        self.path = path
+        self._db = db
+        self._table = db["generations"]
+
+    @classmethod
+    def open(cls, path: Path, *, readonly: bool = True) -> Self:
+        """Open an existing file; an older schema is upgraded only when not `readonly`. Raises CaptureError."""
+        db = connect(path, busy_seconds=READER_BUSY_SECONDS if readonly else WRITER_BUSY_SECONDS)
+        try:
+            if readonly:
+                # Not SQLite's own read-only mode: it cannot recover a killed writer's log, and leaves files behind.
+                db.execute("PRAGMA query_only = ON")
+                check(db, path)
+            else:
+                upgrade(db, path)
+        except sqlite3.Error as error:
+            db.close()
+            raise file_error(path, error) from error
+        except BaseException:
+            db.close()
+            raise
+        return cls(path, db)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Every read inside sees the file at one moment, whatever is written meanwhile."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.rollback()
+
+    def count(self) -> int:
+        """Rows of any status."""
+        return int(self._table.count)
+
+    def get(self, id_or_prefix: str) -> Generation:
+        """The row with this id, or the only one whose id starts so. Raises UnknownGenerationError."""
+        length = len(id_or_prefix)
+        found = list(self._table.rows_where("substr(id, 1, ?) = ?", [length, id_or_prefix], order_by="id", limit=2))
+        if not found:
+            raise UnknownGenerationError(f"no generation {id_or_prefix!r} in {self.path}")
+        if len(found) > 1 and found[0]["id"] != id_or_prefix:
+            raise UnknownGenerationError(f"{id_or_prefix!r} is the start of more than one id: give more of it")
+        return from_row(found[0])
+
+    def iterate(self, *, where: str | None = None, arguments: Sequence[Any] = ()) -> Iterator[Generation]:
+        """Every row, oldest first, one in memory at a time; `where` is an SQL condition over `arguments`."""
+        for row in self._table.rows_where(where, arguments, order_by="created_at, id", select=", ".join(COLUMNS)):
+            yield from_row(row)
+
+    def groups(self, columns: Sequence[str], *, where: str | None = None) -> list[tuple[tuple[Any, ...], int]]:
+        """The distinct values of some columns, the first seen first, each with its number of rows."""
+        names = ", ".join(columns)
+        rows = self._db.execute(
+            f"SELECT count(*), {names} FROM generations WHERE {where or 'true'} GROUP BY {names} ORDER BY min(id)"
+        )
+        return [(tuple(values), count) for count, *values in rows]
+
+    def stats(self) -> Stats:
+        """The whole file in figures, taken at one moment."""
+        with self.snapshot():
+            tokens = "coalesce(sum(length({0})) / 4, 0)"
+            prompt, completion, first, last = self._db.execute(
+                f"SELECT {tokens.format('prompt_tokens')}, {tokens.format('completion_tokens')}, "
+                "min(created_at), max(created_at) FROM generations"
+            ).fetchone()
+            return Stats(
+                rows=self.count(),
+                by_status=self._counts("status"),
+                by_finish_reason=self._counts("finish_reason"),
+                by_drafter=self._counts("drafter"),
+                prompt_tokens=prompt,
+                completion_tokens=completion,
+                acceptance=self._acceptance(),
+                first=first,
+                last=last,
+                file_bytes=sum(p.stat().st_size for p in (self.path, wal_path(self.path)) if p.exists()),
+            )
+
+    def _counts(self, column: str) -> dict[str, int]:
+        found = {("none" if value is None else value): count for (value,), count in self.groups([column])}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _acceptance(self) -> tuple[Acceptance, ...]:
+        # Counts of (drafted, accepted) values, 0 … 255, per drafter, from the raw blobs of many rows at once.
+        totals: dict[str, NDArray[np.int64]] = {}
+        cursor = self._db.execute("SELECT drafter, steps FROM generations")
+        while rows := cursor.fetchmany(1000):
+            blobs: dict[str, list[bytes]] = {}
+            for drafter, steps in rows:
+                blobs.setdefault(drafter, []).append(steps)
+            for drafter, parts in blobs.items():
+                pairs = np.frombuffer(b"".join(parts), dtype=np.uint8).reshape(-1, 2)
+                counts = np.stack([np.bincount(column, minlength=256) for column in pairs.T])
+                totals[drafter] = totals.get(drafter, 0) + counts
+        return tuple(_acceptance_of(drafter, counts) for drafter, counts in sorted(totals.items()))
+
+    # Last, because its name hides the built-in in the annotations after it.
+    def list(self, limit: int = 20, *, status: Status | None = None) -> Iterator[Summary]:
+        """The newest rows, newest first."""
+        rows = self._table.rows_where(
+            None if status is None else "status = ?",
+            [] if status is None else [status],
+            order_by="created_at DESC, id DESC",
+            limit=limit,
+            select="id, created_at, status, finish_reason, model, drafter, length(prompt_tokens) / 4 AS prompt_tokens, "
+            "length(completion_tokens) / 4 AS completion_tokens, substr(response_text, 1, 80) AS preview",
+        )
+        return (Summary(**row) for row in rows)
+
+
+def wal_path(path: Path) -> Path:
+    """SQLite's write-ahead log beside a file."""
+    return path.with_name(path.name + "-wal")
+
+
+def _acceptance_of(drafter: str, counts: NDArray[np.int64]) -> Acceptance:
+    """`counts[0][n]`, `counts[1][n]`: steps that drafted, that accepted, exactly n tokens."""
+    at_least = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]  # [2, 256]: steps with n or more
+    proposed, accepted = at_least[:, 1:]
+    slots = int(np.count_nonzero(proposed))
+    return Acceptance(drafter, int(at_least[0, 0]), tuple(proposed[:slots].tolist()), tuple(accepted[:slots].tolist()))
