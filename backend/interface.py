@@ -133,6 +133,8 @@ class Result:
     reasoning: str
     stop_string: str | None = None  # the stop string that ended it, if one did
     error: str | None = None
+    first_user_end: int = 0  # prompt tokens up to and including the first user turn; 0 where it cannot be told
+    reasoning_tokens: int | None = None  # completion tokens through `</think>`; None where they were not counted
 
 
 @dataclass(frozen=True)
