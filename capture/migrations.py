@@ -68,13 +68,13 @@ def upgrade(db: Database, path: Path, migrations: Sequence[Migration] = MIGRATIO
 
 
 def _known_version(db: Database, path: Path, migrations: Sequence[Migration]) -> int:
-    version = schema_version(db)
+    with db.atomic():  # both as of one moment: another process may be making the file
+        version, tables = schema_version(db), db.table_names()
     if version > len(migrations):
         raise CaptureError(
             f"{path} was written by a newer draftloop (schema version {version}, this one knows {len(migrations)}): "
             "upgrade draftloop, or name another file"
         )
-    tables = db.table_names()
     if tables and (version == 0 or "generations" not in tables):
         raise CaptureError(f"{path} is an SQLite file, but not a draftloop capture file")
     return version

@@ -42,7 +42,7 @@ class Generation:
     `float32` arrays. `None` for tokens, log-probabilities or seed means "not kept": such a row is never exported.
     """
 
-    id: str  # 1 … 36 characters; `new_id()` makes one
+    id: str  # 1 … 36 ASCII characters; `new_id()` makes one
     created_at: str  # ISO 8601 UTC with microseconds and Z; `utc_now()` makes one
     status: Status
     finish_reason: str | None
@@ -137,7 +137,7 @@ def to_row(generation: Generation) -> dict[str, object]:
     """The row of a generation, in the order of `COLUMNS`. Raises RecordError."""
     try:
         return _encode(generation)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"generation {generation.id}: {error}") from error
 
 
@@ -177,7 +177,7 @@ def seed_to_int64(generation: Generation) -> int | None:
 
 
 def _encode(g: Generation) -> dict[str, object]:
-    _require(isinstance(g.id, str) and 0 < len(g.id) <= 36, g, "id", "1 to 36 characters")
+    _require(g.id.isascii() and 0 < len(g.id) <= 36, g, "id", "1 to 36 ASCII characters")
     _require(TIMESTAMP.fullmatch(g.created_at) is not None, g, "created_at", "like 2025-01-31T12:00:00.000000Z")
     _require(g.status in STATUSES, g, "status", "one of " + ", ".join(STATUSES))
     row: dict[str, object] = {name: getattr(g, name) for name in COLUMNS}
@@ -185,7 +185,7 @@ def _encode(g: Generation) -> dict[str, object]:
         if name in JSON_FIELDS:
             row[name] = _json_text(g, name)
         elif column_type is str and row[name] is not None:
-            row[name] = _storable(str(row[name]))
+            row[name] = storable(str(row[name]))
     prompt, completion = _token_blob(g, "prompt_tokens"), _token_blob(g, "completion_tokens")
     row |= {"prompt_tokens": prompt, "completion_tokens": completion}
     row |= {"logprobs": _logprob_blob(g, completion), "steps": _step_blob(g), "seed": seed_to_int64(g)}
@@ -194,27 +194,32 @@ def _encode(g: Generation) -> dict[str, object]:
     return row
 
 
+def storable(text: str) -> str:
+    """Text as the file holds it: lone surrogates, which are not UTF-8, as \\udXXX (inside JSON, the same text)."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _require(condition: bool, generation: Generation, name: str, expected: str) -> None:
     if not condition:
         raise RecordError(f"generation {generation.id}: {name} must be {expected}")
 
 
-def _storable(text: str) -> str:
-    # Lone surrogates are not UTF-8. Written as \udXXX they stay readable, and inside JSON they are even the same text.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _json_text(generation: Generation, name: str) -> str:
     value = getattr(generation, name)
-    if name == "tool_calls":
-        value = list(value)
+    value = list(value) if name == "tool_calls" else value
     try:
-        text = json.dumps(value, ensure_ascii=False)
-        # JSON has no NaN and no infinity: such a figure becomes null rather than costing the row.
-        value = json.loads(text, parse_constant=lambda _: None)
-        return _storable(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        return storable(_compact(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"generation {generation.id}: {name} must be JSON ({error})") from error
+
+
+def _compact(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        # JSON has no NaN and no infinity: such a figure becomes null rather than costing the row.
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(finite, ensure_ascii=False, separators=(",", ":"))
 
 
 def _token_blob(generation: Generation, name: str) -> bytes | None:

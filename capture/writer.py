@@ -201,7 +201,7 @@ def _open_for_writing(path: Path, synchronous: Synchronous) -> Database:
     db = connect(path, busy_seconds=WRITER_BUSY_SECONDS)
     try:
         upgrade(db, path)
-        db.enable_wal()
+        _enable_wal(db)
         if db.journal_mode != "wal":
             raise CaptureError(f"{path}: this file system cannot hold SQLite's write-ahead log; name a local file")
         db.execute(f"PRAGMA synchronous = {synchronous}")
@@ -215,6 +215,19 @@ def _open_for_writing(path: Path, synchronous: Synchronous) -> Database:
         db.close()
         raise
     return db
+
+
+def _enable_wal(db: Database) -> None:
+    # Changing the journal's mode does not wait for locks by itself, and another process may be doing the same.
+    deadline = time.monotonic() + WRITER_BUSY_SECONDS
+    while True:
+        try:
+            db.enable_wal()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _sync_folder(folder: Path) -> None:
