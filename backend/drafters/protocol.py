@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter: remember committed rows, propose tokens. A wrong drafter costs time, never text."""
+"""What the engine asks of a drafter: remember committed rows, propose tokens. A bad one costs time, never text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Drafter(Protocol):
         """State of a sequence that has no rows yet."""
 
     def prefill(self, state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
-        """A prompt chunk: tokens int64 [1, R] at start …, their hidden states [1, R, H]; rows past `valid` are padding."""
+        """A prompt chunk: tokens int64 [1, R] at start …, their hidden states [1, R, H].
+
+        Rows past `valid` are padding.
+        """
 
     def observe(self, state: Any, tokens: Sequence[int], hidden: Tensor) -> None:
         """Newly committed tokens, each with the trunk's hidden state [1, len(tokens), H] one position before it."""

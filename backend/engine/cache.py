@@ -82,8 +82,3 @@ class SequenceCache:
     def accept(self, rows: int) -> None:
         """Of the last verify step, `rows` leading rows are now part of the sequence; the rest never happened."""
         self.accepted = rows
-
-    def nbytes(self) -> int:
-        """Bytes held on the device."""
-        kv = sum(c.k.nbytes + c.v.nbytes for c in self.attention.values())
-        return kv + sum(s.S.nbytes + s.columns.nbytes for s in self.deltanet.values())

@@ -72,9 +72,9 @@ class Engine:
         return self._loaded.done() and self._failure is None and not self._closing and self._thread.is_alive()
 
     def load(self) -> tuple[int, int, int]:
-        """Sequences running and waiting, and bytes their caches hold."""
+        """Sequences running, sequences waiting, and tokens the running ones hold in their caches."""
         running = list(self._running)
-        held = sum(sequence.cache.nbytes() for sequence in running if sequence.cache)
+        held = sum(sequence.prefilled + len(sequence.tokens) for sequence in running)
         return len(running), len(self._waiting) + self._inbox.qsize(), held
 
     def _main(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backend.engine.runner import Runner
 from backend.models.layers import Linear
+from backend.ops.attention import KEY_BLOCK, cached_attention
 from backend.ops.linear import RowTile
 
 _MULTIPLES = (1, 2, 4, 8, 16)
@@ -30,11 +31,18 @@ class ProbeReport:
     """What `/version` says: the tile of each projection shape, and whether whole blocks agree with single rows."""
 
     tiles: dict[str, RowTile]  # "in x out dtype" → tile
+    attention_rows_agree: bool
     blocks_agree: bool
+
+    @property
+    def lawful(self) -> bool:
+        """Does everything the prefix law needs hold here?"""
+        return self.attention_rows_agree and self.blocks_agree
 
     def as_json(self) -> dict[str, Any]:
         return {
             "row_tiles": {shape: {"rows": tile.rows, "fixed": tile.fixed} for shape, tile in self.tiles.items()},
+            "attention_rows_bitwise_equal": self.attention_rows_agree,
             "verify_blocks_bitwise_equal": self.blocks_agree,
         }
 
@@ -52,15 +60,14 @@ def probe(runner: Runner) -> ProbeReport:
             if shape not in tiles:
                 tiles[shape] = find_tile(module.weight)
             module.tile = tiles[shape]
-    return ProbeReport(tiles, blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
+    return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
 
 
 def find_tile(weight: Tensor) -> RowTile:
     """The cheapest RowTile under which rows of `x @ weight.T` are invariant; CUDA always takes fixed tiles."""
     if weight.device.type == "cuda":
         return _CUDA_TILE
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_MOST_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    x, weight = _cancelling(weight)
     reference = F.linear(x, weight)
     for rows in _MULTIPLES:
         counts = sorted({*range(rows, 16 * rows, rows), 32, 48, _MOST_ROWS} - {0})
@@ -69,10 +76,57 @@ def find_tile(weight: Tensor) -> RowTile:
     return RowTile(1, fixed=True)
 
 
+def _cancelling(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [64, in] and a weight of the given shape and dtype whose exact products are all zero.
+
+    What a kernel then returns is the rounding of its own summation order, in full: with ordinary data a bfloat16
+    result hides a different order in all but a few outputs in a million.
+    """
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    half = inputs // 2
+    order = torch.randperm(half, generator=generator)
+    x = torch.randn(_MOST_ROWS, half, generator=generator).to(weight.dtype)
+    w = torch.randn(outputs, half, generator=generator).to(weight.dtype)
+    odd = x.new_zeros(_MOST_ROWS, inputs % 2), w.new_zeros(outputs, inputs % 2)
+    return torch.cat((x, x[:, order], odd[0]), dim=1), torch.cat((w, -w[:, order], odd[1]), dim=1)
+
+
 def _rows_agree(x: Tensor, weight: Tensor, reference: Tensor, count: int) -> bool:
     """The first and the last `count` rows alone give what they gave among all: neither count nor place matters."""
     first, last = F.linear(x[:count], weight), F.linear(x[-count:], weight)
     return torch.equal(first, reference[:count]) and torch.equal(last, reference[-count:])
+
+
+def attention_rows_agree(runner: Runner) -> bool:
+    """Is a query row's attention bitwise the same for every padded row count and cache length?
+
+    Keys come in equal pairs whose values cancel, so the exact result is zero and only rounding is compared.
+    """
+    config = runner.model.config
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(runner.device, runner.dtype)
+
+    half = KEY_BLOCK // 4
+    k = random(1, config.num_key_value_heads, half, config.head_dim)
+    v = random(1, config.num_key_value_heads, half, config.head_dim)
+    empty = k.new_zeros(1, config.num_key_value_heads, 2 * KEY_BLOCK - 2 * half, config.head_dim)
+    keys, values = torch.cat((k, k, empty), dim=2), torch.cat((v, -v, empty), dim=2)
+    q = random(1, _MOST_ROWS, config.num_attention_heads, config.head_dim)
+    positions = torch.full((_MOST_ROWS,), 2 * half - 1, device=runner.device)
+
+    def attend(first: int, count: int, length: int) -> Tensor:
+        part = slice(first, first + count)
+        return cached_attention(q[:, part], keys[:, :, :length], values[:, :, :length], positions[part])
+
+    reference = attend(0, _MOST_ROWS, KEY_BLOCK)
+    return torch.equal(attend(0, _MOST_ROWS, 2 * KEY_BLOCK), reference) and all(
+        torch.equal(attend(first, count, KEY_BLOCK), reference[:, first : first + count])
+        for count in range(1, 17)
+        for first in (0, 5)
+    )
 
 
 def blocks_agree(runner: Runner, prompt: Sequence[int], tokens: Sequence[int], blocks: Sequence[int]) -> bool:

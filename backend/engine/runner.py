@@ -52,7 +52,11 @@ class Runner:
         return Rows(start, self.model.logits(hidden[0]), hidden)
 
     def force(
-        self, prompt: Sequence[int], tokens: Sequence[int], blocks: Sequence[int] | int, cache: SequenceCache | None = None
+        self,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        blocks: Sequence[int] | int,
+        cache: SequenceCache | None = None,
     ) -> Iterator[Rows]:
         """Push given tokens through the regimes of serving: the prompt on the grid, `tokens` in verify blocks.
 

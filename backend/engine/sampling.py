@@ -1,4 +1,4 @@
-"""Coupled sampling (DESIGN §5): the token of a position is argmax(processed logits + noise), for target and draft alike.
+"""Coupled sampling (DESIGN §5): a token is argmax(processed logits + noise), for target and draft alike.
 
 A choice is a function of one row of logits, the parameters, the seed and the position; nothing else may enter.
 Truncations are prefixes of one order: higher logit first, ties to the lower id. The vocabulary is never sorted.

@@ -57,8 +57,5 @@ def _rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if padding:
         flat = F.pad(flat, (0, padding))
     rows = max(GRAIN // (width + padding), 1)
-    if len(flat) <= rows:
-        out = function(flat)
-    else:
-        out = torch.cat([function(part) for part in flat.split(rows)])
+    out = function(flat) if len(flat) <= rows else torch.cat([function(part) for part in flat.split(rows)])
     return out[:, :width].reshape(x.shape)

@@ -1,0 +1,34 @@
+"""What "within one build" means (law L1): every fact a bit of output may depend on besides weights and tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from backend.engine.forms import DELTA_CHUNK, GRID
+from backend.engine.probe import ProbeReport
+from backend.engine.runner import Runner
+
+
+def describe_build(runner: Runner, report: ProbeReport) -> dict[str, Any]:
+    """JSON-ready facts: torch, device, CPU capability, threads, dtype, quantisation, kernels, grid, row tiles."""
+    device = runner.device
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "quantisation": "none",
+        "kernels": "reference",
+        "prefill_grid": GRID,
+        "delta_chunk": DELTA_CHUNK,
+        "row_tiles": report.as_json()["row_tiles"],
+    }
+
+
+def build_string(build: dict[str, Any]) -> str:
+    """One canonical line of `describe_build`, compared for equality."""
+    return json.dumps(build, sort_keys=True, separators=(",", ":"))
