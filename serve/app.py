@@ -1,0 +1,43 @@
+"""The ASGI application: one service, its routes and its error bodies, wired together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from backend.interface import ChatBackend
+from capture.writer import CaptureWriter
+from serve import errors
+from serve.api import chat, health, models
+from serve.service import Service
+from serve.settings import Settings
+
+
+def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter | None) -> FastAPI:
+    """An app over a backend and a capture writer, both not yet started; `app.state.service` tells when they are.
+
+    Its lifespan starts them in the background, answering 503 meanwhile, and closes them at the end.
+    """
+    service = Service(settings, backend, capture)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="draftloop",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        # The API is OpenAI's; these would only describe it again, and less well.
+        openapi_url=None,
+    )
+    app.state.service = service
+    errors.install(app)
+    app.include_router(chat.router)
+    app.include_router(models.router)
+    app.include_router(health.router)
+    return app

@@ -1,0 +1,184 @@
+"""`serve`: one flag for every setting, then the process. Every error a user can cause is one line and exit code 2.
+
+Imports what is heavy only once it is needed, so that --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+import typer
+
+from serve.settings import Settings, SettingsError, flag, load, variable
+
+if TYPE_CHECKING:
+    from backend.interface import ChatBackend
+    from backend.local import LocalOptions
+
+CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        sys.exit(app(prog_name="serve", standalone_mode=False))
+    except SettingsError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # What typer raises for a wrong command line has no public class that all its versions share.
+        if (described := getattr(error, "format_message", None)) is None:
+            raise
+        _fail(described())
+
+
+def _serve(selftest: bool, **given: Any) -> int:
+    """Serve a model over an OpenAI-compatible API, decoding speculatively and capturing what it says."""
+    settings = load(**{name: value for name, value in given.items() if value not in (None, False)})
+    logging.basicConfig(
+        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return _selftest(settings) if selftest else _run(settings)
+
+
+def _options() -> list[inspect.Parameter]:
+    """A flag for every field of Settings. Values stay strings here; Settings alone knows what is valid."""
+    parameters = []
+    for name, field in Settings.model_fields.items():
+        is_switch = field.annotation is bool
+        default = "" if field.default is None or is_switch else f" [default: {field.default}]"
+        option = typer.Option(
+            flag(name),
+            help=f"{field.description}{default} [env: {variable(name)}]",
+            show_default=False,
+            metavar=None if is_switch else _metavar(field.annotation),
+        )
+        annotation = Annotated[bool if is_switch else str | None, option]  # type: ignore[valid-type]
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None, annotation=annotation
+            )
+        )
+    return parameters
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    kinds = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    return next(kind for python, kind in kinds.items() if annotation in (python, python | None))
+
+
+def _command() -> Callable[..., int]:
+    """`_serve` with the signature that typer reads its flags from."""
+    selftest = inspect.Parameter(
+        "selftest",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool, typer.Option("--selftest", help="Check that the model is read and decoded right, then exit.")
+        ],
+    )
+    parameters = [*_options(), selftest]
+
+    def serve(**given: Any) -> int:
+        return _serve(**given)
+
+    serve.__doc__ = _serve.__doc__
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return serve
+
+
+app.command()(_command())
+
+
+def make_backend(settings: Settings) -> ChatBackend:
+    """The backend the settings ask for, not yet started."""
+    from backend.local import LocalBackend
+
+    return LocalBackend(_local_options(settings))
+
+
+def _local_options(settings: Settings) -> LocalOptions:
+    from backend.local import LocalOptions
+
+    return LocalOptions(
+        model=settings.model or _default_model(settings),
+        device=settings.device,
+        dtype=settings.dtype,
+        drafter=settings.drafter,
+        draft_tokens=settings.draft_tokens,
+        threads=settings.threads,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+    )
+
+
+def _default_model(settings: Settings) -> str:
+    import torch
+
+    return GPU_MODEL if settings.device != "cpu" and torch.cuda.is_available() else CPU_MODEL
+
+
+def _selftest(settings: Settings) -> int:
+    from backend.selftest import run
+
+    from backend.interface import BackendError
+
+    try:
+        return int(run(_local_options(settings)))
+    except BackendError as error:
+        _fail(str(error))
+
+
+def _run(settings: Settings) -> int:
+    from serve.server import ListenError, bind
+
+    try:
+        listener = bind(settings.host, settings.port)
+    except ListenError as error:
+        _fail(str(error))
+
+    from backend.interface import BackendError
+    from capture.records import CaptureError
+    from serve import server
+    from serve.app import create_app
+    from serve.record import open_writer
+
+    try:
+        writer = open_writer(settings)
+        api = create_app(settings, make_backend(settings), writer)
+
+        def greet() -> None:
+            service, url = api.state.service, server.url(listener)
+            info = service.backend.info()
+            kept = "nothing is captured" if writer is None else f"captured in {writer.path}"
+            typer.echo(
+                f"{service.model_name} (drafter {info.drafter}, {info.draft_tokens} tokens a step) at {url}, {kept}"
+            )
+            typer.echo(
+                f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+                """-d '{"messages": [{"role": "user", "content": "What does len() do?"}]}'"""
+            )
+
+        flushed = asyncio.run(server.run(api, listener, grace=settings.shutdown_grace, on_ready=greet))
+    except (BackendError, CaptureError) as error:
+        _fail(str(error))
+    if not flushed:
+        server.say("rows were given up: the capture file could not be written in time")
+    return 0 if flushed else 1
+
+
+def _fail(message: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    sys.stderr.write(f"serve: {' '.join(message.split())}\n")
+    sys.exit(2)

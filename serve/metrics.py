@@ -1,0 +1,142 @@
+"""What /metrics exposes: the engine's own counters read at scrape time, and what the wire measures itself.
+
+Names and meanings are those of DESIGN §6; knows no request, only durations and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from backend.interface import EngineStats
+
+PREFIX = "draftloop_"
+STATUSES = ("finished", "cancelled", "failed", "opted_out")
+
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+COMMIT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30)
+
+# The moment a counter was made is not worth a series beside every series.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """One app's collectors, in a registry of their own. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", LATENCY_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between tokens; of tokens that arrive together, each takes its share of the time since the last.",
+            TOKEN_BUCKETS,
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its committed end.", LATENCY_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From submission to the engine to admission.", LATENCY_BUCKETS
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.requests = self._counter("request_success", "Requests that ended, by how.", ["finished_reason"])
+        self.captured = self._counter(
+            "capture_generations", "Rows committed by status; opted_out counts generations that left none.", ["status"]
+        )
+        self.capture_failures = self._counter("capture_failures", "Generations whose row was lost.")
+        self.capture_late = self._counter("capture_late", "Answers sent before their row was committed.")
+        self.capture_commit = self._histogram(
+            "capture_commit_seconds", "From handing a row to the writer to its commit.", COMMIT_BUCKETS
+        )
+        for reason in ("stop", "length"):
+            self.requests.labels(reason)
+        for status in STATUSES:
+            self.captured.labels(status)
+
+    def watch(self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int]) -> None:
+        """Read the engine's counters (None: nothing to tell yet) and the capture queue's depth at every scrape."""
+        self._registry.register(_Scrape(stats, queue_depth))
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(PREFIX + name, help_text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, help_text, buckets=buckets, registry=self._registry)
+
+
+class _Scrape(Collector):
+    """prometheus_client's way to expose figures that somebody else counts."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int]) -> None:
+        self._stats = stats
+        self._queue_depth = queue_depth
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing can clash: every other name stands in Metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("capture_queue_depth", "Rows handed to the writer and not yet committed.", self._queue_depth())
+        stats = self._stats()
+        if stats is None:
+            return
+        yield _gauge("num_requests_running", "Requests being decoded.", stats.running)
+        yield _gauge("num_requests_waiting", "Requests waiting for admission.", stats.waiting)
+        yield _gauge("kv_cache_usage_ratio", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage)
+        for name, help_text, value in (
+            ("num_drafts", "Verify steps that proposed at least one slot.", stats.drafts),
+            ("num_draft_tokens", "Draft tokens proposed.", stats.draft_tokens),
+            ("num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
+        ):
+            total = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter"])
+            total.add_metric([stats.drafter], value)
+            yield total
+        for name, help_text, values in (
+            ("num_draft_tokens_per_pos", "Verify steps in which the slot was proposed.", stats.draft_tokens_per_pos),
+            (
+                "num_accepted_tokens_per_pos",
+                "Verify steps in which this slot and all before it were accepted.",
+                stats.accepted_tokens_per_pos,
+            ),
+        ):
+            per_pos = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter", "position"])
+            for position, count in enumerate(values):
+                per_pos.add_metric([stats.drafter, str(position)], count)
+            yield per_pos
+        ratio = GaugeMetricFamily(
+            f"{PREFIX}spec_decode_acceptance_ratio",
+            "Accepted per proposed of each slot (surv) over the last 60 seconds.",
+            labels=["drafter", "position"],
+        )
+        for position, acceptance in enumerate(recent_acceptance(stats)):
+            if acceptance is not None:
+                ratio.add_metric([stats.drafter, str(position)], acceptance)
+        yield ratio
+
+
+def recent_acceptance(stats: EngineStats) -> list[float | None]:
+    """surv_s = A_s / P_s of each slot over the last 60 seconds; None where nothing was proposed."""
+    return _ratios(stats.recent_accepted_tokens_per_pos, stats.recent_draft_tokens_per_pos)
+
+
+def total_acceptance(stats: EngineStats) -> list[float | None]:
+    """surv_s of each slot since start; None where nothing was proposed."""
+    return _ratios(stats.accepted_tokens_per_pos, stats.draft_tokens_per_pos)
+
+
+def _ratios(accepted: Sequence[int], proposed: Sequence[int]) -> list[float | None]:
+    return [a / p if p else None for a, p in zip(accepted, proposed, strict=True)]
+
+
+def _gauge(name: str, help_text: str, value: float) -> Any:
+    return GaugeMetricFamily(PREFIX + name, help_text, value=value)

@@ -1,0 +1,165 @@
+"""What a generation leaves behind: its timings block and its row. The only caller of capture.
+
+Knows when a row is committed and what to do when it is not; a failing capture never fails a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from backend.interface import FinishReason, Result
+from capture.records import Generation, Status, new_id, utc_now
+from capture.store import default_path
+from capture.writer import CaptureWriter
+from serve.metrics import Metrics
+from serve.schemas import Timings
+from serve.settings import Settings
+
+STATUS: Mapping[FinishReason, Status] = {
+    "stop": "finished",
+    "length": "finished",
+    "cancelled": "cancelled",
+    "error": "failed",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the wire knows of a request and the engine need not."""
+
+    model: str
+    body: Mapping[str, Any]  # as the client sent it; headers are never part of it
+    client: str | None = None
+    opted_out: bool = False
+    arrived: float = field(default_factory=time.perf_counter)  # seconds, of the monotonic clock
+    created_at: str = field(default_factory=utc_now)
+    id: str = field(default_factory=new_id)  # of the row; the response's id carries it
+
+
+def open_writer(settings: Settings) -> CaptureWriter | None:
+    """The writer of the configured file, not yet started; None where capture is off. Raises CaptureError."""
+    if settings.capture == "off":
+        return None
+    path = default_path() if settings.capture is None else Path(settings.capture).expanduser()
+    return CaptureWriter(path, synchronous=settings.capture_synchronous)
+
+
+class Recorder:
+    """Hands rows to the writer and waits for their commits, on the event loop."""
+
+    def __init__(self, writer: CaptureWriter | None, metrics: Metrics, commit_timeout: float) -> None:
+        self._writer = writer
+        self._metrics = metrics
+        self._commit_timeout = commit_timeout
+        self._late: set[asyncio.Future[None]] = set()
+
+    def start(self) -> None:
+        """Open the file. Raises CaptureError."""
+        if self._writer is not None:
+            self._writer.start()
+
+    def close(self, timeout: float) -> bool:
+        """Commit what is queued; False where that took longer than `timeout` seconds and rows were given up."""
+        return self._writer is None or self._writer.close(timeout)
+
+    @property
+    def state(self) -> Literal["on", "off", "late"]:
+        """late: an answer has left whose row is still not committed."""
+        if self._writer is None:
+            return "off"
+        return "late" if self._late else "on"
+
+    @property
+    def depth(self) -> int:
+        """Rows handed to the writer and not yet committed."""
+        return 0 if self._writer is None else self._writer.depth
+
+    async def record(self, origin: Origin, result: Result) -> None:
+        """Write the row and wait for its commit, at most the commit timeout; later it stays queued. Never raises."""
+        if self._writer is None:
+            return
+        if origin.opted_out:
+            self._metrics.captured.labels("opted_out").inc()
+            return
+        began = time.perf_counter()
+        commit = asyncio.wrap_future(self._writer.submit(to_generation(origin, result)))
+        commit.add_done_callback(partial(self._settled, STATUS[result.finish_reason], began))
+        done, _ = await asyncio.wait({commit}, timeout=self._commit_timeout)
+        if not done:
+            self._late.add(commit)
+            self._metrics.capture_late.inc()
+            log.warning("capture: generation %s is answered before its row is committed", origin.id)
+
+    def _settled(self, status: Status, began: float, commit: asyncio.Future[None]) -> None:
+        self._late.discard(commit)
+        if commit.cancelled() or commit.exception() is not None:
+            self._metrics.capture_failures.inc()  # the writer has logged why
+            return
+        self._metrics.captured.labels(status).inc()
+        self._metrics.capture_commit.observe(time.perf_counter() - began)
+
+
+def to_generation(origin: Origin, result: Result) -> Generation:
+    """The row of a generation, however it ended."""
+    status = STATUS[result.finish_reason]
+    prints = result.fingerprints
+    return Generation(
+        id=origin.id,
+        created_at=origin.created_at,
+        status=status,
+        finish_reason=result.finish_reason if status == "finished" else None,
+        model=origin.model,
+        weights_fingerprint=prints.weights,
+        tokenizer_fingerprint=prints.tokenizer,
+        template_fingerprint=prints.chat_template,
+        drafter_fingerprint=prints.drafter,
+        build=prints.build,
+        drafter=result.drafter,
+        seed=result.seed,
+        parameters=result.sampling,
+        request=origin.body,
+        response_text=result.content,
+        reasoning=result.reasoning,
+        prompt_tokens=result.prompt_ids,
+        completion_tokens=result.completion_ids,
+        logprobs=result.logprobs,
+        steps=[(step.drafted, step.accepted) for step in result.steps],
+        timings={"queue_ms": result.timings.queue_ms, **timings(result).model_dump()},
+        client=origin.client,
+        error=result.error,
+        split_key_length=result.first_user_end,
+    )
+
+
+def timings(result: Result) -> Timings:
+    """The timings block of a response; draft counts are those of DESIGN §6."""
+    times, steps = result.timings, result.steps
+    slots = range(max((step.drafted for step in steps), default=0))
+    return Timings(
+        prompt_n=times.prompt_n,
+        prompt_ms=times.prompt_ms,
+        prompt_per_token_ms=_ratio(times.prompt_ms, times.prompt_n),
+        prompt_per_second=_ratio(1000 * times.prompt_n, times.prompt_ms),
+        predicted_n=times.predicted_n,
+        predicted_ms=times.predicted_ms,
+        predicted_per_token_ms=_ratio(times.predicted_ms, times.predicted_n),
+        predicted_per_second=_ratio(1000 * times.predicted_n, times.predicted_ms),
+        drafter=result.drafter,
+        draft_n=sum(step.drafted for step in steps),
+        draft_n_accepted=sum(step.accepted for step in steps),
+        draft_n_per_pos=[sum(step.drafted > slot for step in steps) for slot in slots],
+        draft_n_accepted_per_pos=[sum(step.accepted > slot for step in steps) for slot in slots],
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,0 +1,105 @@
+"""The process around the app: its listening socket, its signals, its end.
+
+Knows uvicorn and the service's life; knows no route and no option's meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from sse_starlette.sse import AppStatus
+
+from serve.service import Service, State
+
+LAST_WORDS_SECONDS = 5  # for clients to take what they have been sent, once nothing runs any more
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; `str(error)` is one line."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens: clients who come before the server wait for it. Raises ListenError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def run(app: FastAPI, listener: socket.socket, *, grace: float, on_ready: Callable[[], None]) -> bool:
+    """Serve until told to stop. Raises BackendError or CaptureError where the app cannot be loaded.
+
+    The first SIGTERM or SIGINT drains: new requests get 503, running ones have `grace` seconds. A second one, or one
+    while loading, ends the process at once. Returns whether every row reached the capture file.
+    """
+    # Streams end because their generations do, not because the server is about to.
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+    service: Service = app.state.service
+    loop = asyncio.get_running_loop()
+
+    async def drain() -> None:
+        await service.drain(grace)
+        server.should_exit = True
+
+    ending: list[int] = []  # the signals so far
+    tasks: list[asyncio.Task[None]] = []  # the loop itself holds tasks only weakly
+
+    def stop() -> None:
+        say(f"finishing {service.running} running requests, at most {grace:g} s; a second signal stops at once")
+        tasks.append(asyncio.create_task(drain(), name="draining"))
+
+    def on_signal(signum: int) -> None:
+        if ending or service.state is State.LOADING:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        ending.append(signum)
+        loop.call_soon_threadsafe(stop)
+
+    config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=LAST_WORDS_SECONDS)
+    server = _Server(config, on_signal)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="serving")
+    loading = asyncio.create_task(service.loaded(), name="loading")
+    await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()  # the server has ended by itself: what it raises is what happened
+    elif loading.exception() is None:
+        on_ready()
+    else:
+        server.should_exit = True
+    await serving
+    if loading.done() and not loading.cancelled():
+        loading.result()
+    return service.flushed
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with its signals answered by ours; uvicorn offers no other place to say so."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_signal(sig)
+
+
+def say(message: str) -> None:
+    sys.stderr.write(f"serve: {message}\n")
+    sys.stderr.flush()

@@ -1,0 +1,150 @@
+"""What all endpoints share: the backend and its life from loading to draining, the recorder, what is running.
+
+Knows no route and no body; says whether a request may start, and sees to it that a started one ends in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from enum import Enum
+
+from backend.interface import ChatBackend, ChatRequest, EngineStats
+from capture.writer import CaptureWriter
+from serve.errors import model_not_found, unavailable
+from serve.generation import Generation
+from serve.metrics import Metrics
+from serve.record import Origin, Recorder
+from serve.settings import Settings
+
+CANCEL_SECONDS = 5.0  # for cancelled generations to end and be recorded
+FLUSH_SECONDS = 30.0  # for the capture queue to be written at the end
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Of the service. READY turns to FAILED where the backend says that it is ready no more."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Service:
+    """One backend behind one API. All methods run on the event loop."""
+
+    def __init__(self, settings: Settings, backend: ChatBackend, writer: CaptureWriter | None) -> None:
+        self._settings = settings
+        self.backend = backend
+        self.metrics = Metrics()
+        self.recorder = Recorder(writer, self.metrics, settings.capture_commit_timeout)
+        self.created = int(time.time())
+        self.flushed = True  # False after `close` where rows had to be given up
+        self.has_model = False  # True for good once the backend has loaded: info() and stats() can be asked
+        self._state = State.LOADING
+        self._started = asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
+        self._generations: set[Generation] = set()
+        self.metrics.watch(self.stats, lambda: self.recorder.depth)
+
+    @property
+    def state(self) -> State:
+        if self._state is State.READY and not self.backend.ready():
+            return State.FAILED
+        return self._state
+
+    @property
+    def running(self) -> int:
+        """Generations that have not ended yet."""
+        return len(self._generations)
+
+    def start(self) -> None:
+        """Begin to load, in the background."""
+        self._loading = asyncio.create_task(self._load(), name="loading")
+        self._started.set()
+
+    async def loaded(self) -> None:
+        """Wait until started and ready. Raises BackendError or CaptureError, whose text is fit for a user."""
+        await self._started.wait()
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+
+    async def drain(self, grace: float) -> None:
+        """Refuse what is new, wait at most `grace` seconds for what runs, then cancel it and see it recorded."""
+        self._state = State.DRAINING
+        await self._ended(grace)
+        for generation in list(self._generations):
+            generation.cancel()
+        await self._ended(CANCEL_SECONDS)
+        if self._generations:
+            log.error("%d generations did not end after being cancelled", self.running)
+
+    async def close(self) -> None:
+        """Drain without grace, commit what is queued, release the backend."""
+        await self.drain(0)
+        if self._loading is not None:
+            self._loading.cancel()
+        self.flushed = await asyncio.to_thread(self.recorder.close, FLUSH_SECONDS)
+        await self.backend.close()
+
+    def admit(self) -> None:
+        """Raises ApiError 503 where no request can start now."""
+        match self.state:
+            case State.LOADING:
+                raise unavailable("The model is still loading.", "model_loading")
+            case State.DRAINING:
+                raise unavailable("The server is shutting down.", "shutting_down")
+            case State.FAILED:
+                raise unavailable("The engine has failed; the server's log says why.", "engine_failed")
+
+    def require_model(self) -> None:
+        """Raises ApiError 503 while the model is not loaded; a draining server still tells what it serves."""
+        if not self.has_model:
+            self.admit()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for any name but the served one; None is the served one."""
+        if name is not None and name != self.model_name:
+            raise model_not_found(name, self.model_name)
+
+    def generate(self, request: ChatRequest, origin: Origin) -> Generation:
+        """Start a generation; from now on it is waited for, cancelled and recorded by this service."""
+        generation = Generation(self.backend, self.recorder, self.metrics, request, origin)
+        self._generations.add(generation)
+        generation.task.add_done_callback(lambda _: self._generations.discard(generation))
+        return generation
+
+    @property
+    def model_name(self) -> str:
+        return self._settings.served_model_name or self.backend.info().name
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Equal for servers that give equal answers to equal seeds; the drafter has no part in it (law L2)."""
+        prints = self.backend.info().fingerprints
+        parts = (prints.weights, prints.tokenizer, prints.chat_template, prints.build)
+        return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counters; None while there is no engine."""
+        return self.backend.stats() if self.has_model else None
+
+    async def _load(self) -> None:
+        try:
+            await asyncio.to_thread(self.recorder.start)
+            await self.backend.start()
+        except BaseException:
+            self._state = State.FAILED
+            raise
+        self.has_model = True
+        if self._state is State.LOADING:
+            self._state = State.READY
+
+    async def _ended(self, seconds: float) -> None:
+        tasks = {generation.task for generation in self._generations}
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)

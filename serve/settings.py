@@ -1,0 +1,108 @@
+"""Every option of the server, once: a field here is a flag of `serve` and a DRAFTLOOP_* variable of the same name.
+
+Knows no tensor and opens nothing; what an option means is decided where it is used.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "DRAFTLOOP_"
+
+
+class SettingsError(Exception):
+    """An option that cannot be used; `str(error)` is one line naming its flag and variable."""
+
+
+class Settings(BaseSettings):
+    """What the server was asked to do: given values first, then DRAFTLOOP_* variables, then the defaults below."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+
+    model: str | None = Field(
+        None,
+        description="tiny (bundled), a checkpoint directory, or a Hugging Face id. "
+        "Unset: Qwen/Qwen3.5-9B where there is a GPU, tiny where there is none.",
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="The model's name in the API. Unset: --model."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Precision of weights and activations.")
+    drafter: Literal["mtp", "none"] = Field(
+        "mtp", description="What proposes tokens: the model's MTP head, or nothing."
+    )
+    draft_tokens: int = Field(2, ge=0, le=8, description="Tokens proposed in each verify step, 0 to 8.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine. Unset: torch's choice.")
+    max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and answer. Unset: the model's.")
+    max_num_seqs: int = Field(8, ge=1, description="Most requests decoded at a time; further ones wait.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    insecure: bool = Field(False, description="Allow an address other machines can reach, without any key.")
+    capture: str | None = Field(
+        None,
+        min_length=1,
+        description="SQLite file that keeps every generation, or off. Unset: draftloop/capture.db in the user's data "
+        "directory.",
+    )
+    capture_synchronous: Literal["FULL", "NORMAL"] = Field(
+        "FULL", description="SQLite's synchronous mode. NORMAL is faster and may lose answers on power loss."
+    )
+    capture_commit_timeout: float = Field(
+        2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds a finished answer waits for its row to be committed before it is sent regardless.",
+    )
+    shutdown_grace: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="Seconds running requests may take to finish on SIGTERM or Ctrl-C."
+    )
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
+        "warning", description="What is logged to stderr; info includes one line per request."
+    )
+
+    @model_validator(mode="after")
+    def _no_open_door(self) -> Self:
+        if not self.insecure and not is_loopback(self.host):
+            raise PydanticCustomError(
+                "insecure_host",
+                "{host} is reachable from other machines and there is no API key; give --insecure to allow it",
+                {"field": "host", "host": self.host},
+            )
+        return self
+
+
+def load(**given: object) -> Settings:
+    """The settings from given values and the environment. Raises SettingsError."""
+    try:
+        return Settings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else str(first.get("ctx", {}).get("field"))
+        got = f", got {first['input']!r}" if first["loc"] else ""
+        raise SettingsError(f"{flag(name)} ({variable(name)}): {first['msg']}{got}") from None
+
+
+def flag(field: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def variable(field: str) -> str:
+    """The environment's spelling of a field."""
+    return ENV_PREFIX + field.upper()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

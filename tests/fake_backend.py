@@ -1,0 +1,232 @@
+"""A ChatBackend that recites a script, for tests of the wire. Knows no model.
+
+Run as `python -m tests.fake_backend FLAGS` it is `serve` over this backend, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from backend.interface import (
+    Alternative,
+    BackendError,
+    BackendUnavailable,
+    ChatEvent,
+    ChatRequest,
+    EngineStats,
+    Fingerprints,
+    InvalidRequest,
+    ModelInfo,
+    Result,
+    Step,
+    Timings,
+    TokenInfo,
+)
+
+SLOTS = 3
+ACCEPTED = (2, 0, 3, 1)  # drafts accepted by one verify step after the other
+FINGERPRINTS = Fingerprints(
+    weights="w" * 64, tokenizer="t" * 64, chat_template="c" * 64, drafter="d" * 64, build="fake"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the backend says and does. A user message that is a JSON object overrides these fields."""
+
+    pieces: tuple[bytes, ...] = (
+        b"Hel",
+        b"lo ",
+        b"w\xc3",
+        b"\xb6r",
+        b"ld",
+        b" \xf0\x9f",
+        b"\x8c\x8d",
+        b"!",
+        b"\n",
+        b"bye",
+    )
+    thought: tuple[bytes, ...] = ()  # reasoning tokens before the pieces
+    repeat: int = 1  # how often the pieces are said
+    pause: float = 0.0  # seconds before each event
+    first_pause: float = 0.0  # seconds before the first
+    finish: Literal["stop", "length", "error"] = "stop"
+    breaks_after: int | None = None  # events until the backend raises a bug of its own
+    refuses: str | None = None
+    deaf: float = 0.0  # seconds until the backend knows the request's id
+
+
+@dataclass
+class FakeBackend:
+    """`cancelled` and `requests` list what it was told; `start_delay` and `start_error` say how it loads."""
+
+    script: Script = field(default_factory=Script)
+    start_delay: float = 0.0
+    start_error: str | None = None
+    alive: bool = True
+    requests: list[ChatRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    started: bool = False
+    closed: bool = False
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_delay)
+        if self.start_error:
+            raise BackendError(self.start_error)
+        self.started = True
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def ready(self) -> bool:
+        return self.started and self.alive
+
+    def info(self) -> ModelInfo:
+        if not self.started:
+            raise BackendUnavailable("still loading")
+        return ModelInfo("fake", 4096, "mtp", SLOTS, FINGERPRINTS, {"torch": "none"}, {"rows": 2})
+
+    def stats(self) -> EngineStats:
+        if not self.started:
+            raise BackendUnavailable("still loading")
+        proposed = tuple(sum(step.drafted > slot for step in self.steps) for slot in range(SLOTS))
+        accepted = tuple(sum(step.accepted > slot for step in self.steps) for slot in range(SLOTS))
+        drafts = sum(step.drafted > 0 for step in self.steps)
+        return EngineStats(
+            running=len(self.running),
+            waiting=0,
+            kv_cache_usage=0.25,
+            drafter="mtp",
+            drafts=drafts,
+            draft_tokens=sum(proposed),
+            accepted_tokens=sum(accepted),
+            draft_tokens_per_pos=proposed,
+            accepted_tokens_per_pos=accepted,
+            recent_draft_tokens_per_pos=proposed,
+            recent_accepted_tokens_per_pos=accepted,
+        )
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self.running:
+            self.cancelled.append(request_id)
+            self.running[request_id].set()
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
+        self.requests.append(request)
+        script = _script(request, self.script)
+        if script.refuses:
+            raise InvalidRequest(script.refuses, param="messages", code="context_length_exceeded")
+        await asyncio.sleep(script.deaf)
+        stop = self.running[request.id] = asyncio.Event()
+        try:
+            recital = _Recital(request, script, self.steps)
+            await _pause(stop, script.first_pause)
+            while True:
+                await _pause(stop, script.pause)
+                event = recital.next(cancelled=stop.is_set())
+                yield event
+                if event.result is not None:
+                    return
+        finally:
+            del self.running[request.id]
+
+
+class _Recital:
+    """One script on its way: tokens in blocks as a speculating engine emits them."""
+
+    def __init__(self, request: ChatRequest, script: Script, all_steps: list[Step]) -> None:
+        self.request, self.script, self.all_steps = request, script, all_steps
+        thought = [(data, True) for data in script.thought]
+        said = [(data, False) for data in script.pieces * script.repeat]
+        limit = request.sampling.max_tokens or len(thought + said)
+        self.todo = (thought + said)[:limit]
+        self.finish = "length" if limit < len(thought + said) else script.finish
+        self.done: list[TokenInfo] = []
+        self.steps: list[Step] = []
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.text = {True: "", False: ""}
+        self.events = 0
+
+    def next(self, *, cancelled: bool) -> ChatEvent:
+        self.events += 1
+        if self.script.breaks_after is not None and self.events > self.script.breaks_after:
+            raise RuntimeError("the engine tripped over its own feet")
+        if cancelled:
+            return ChatEvent(result=self._result("cancelled"))
+        count = 1
+        if self.done:
+            drafted = min(SLOTS, len(self.todo) - 1)
+            accepted = min(drafted, ACCEPTED[len(self.steps) % len(ACCEPTED)])
+            self.steps.append(Step(drafted, accepted))
+            self.all_steps.append(Step(drafted, accepted))
+            count = accepted + 1
+        new = {True: "", False: ""}
+        tokens = []
+        for index in range(len(self.done), len(self.done) + count):
+            data, thinking = self.todo.pop(0)
+            tokens.append(self._token(index, data))
+            new[thinking] += self.decode(data)
+        if not self.todo:
+            new[False] += self.decode(b"", True)
+        self.done += tokens
+        self.text = {kind: self.text[kind] + new[kind] for kind in self.text}
+        result = None if self.todo else self._result(self.finish)
+        return ChatEvent(content=new[False], reasoning=new[True], tokens=tuple(tokens), result=result)
+
+    def _token(self, index: int, data: bytes) -> TokenInfo:
+        wanted = range(self.request.sampling.top_logprobs)
+        others = tuple(Alternative(i, f"alt{i}", f"alt{i}".encode(), -float(i) or float("-inf")) for i in wanted)
+        return TokenInfo(100 + index, data.decode("utf-8", "replace"), data, -0.5 * (index + 1), others)
+
+    def _result(self, finish: str) -> Result:
+        sampling = self.request.sampling
+        return Result(
+            finish_reason=finish,  # type: ignore[arg-type]
+            prompt_ids=tuple(range(1, 8)),
+            completion_ids=tuple(token.token_id for token in self.done),
+            logprobs=tuple(token.logprob for token in self.done),
+            seed=sampling.seed if sampling.seed is not None else 42,
+            sampling={"temperature": 1.0 if sampling.temperature is None else sampling.temperature},
+            drafter="mtp",
+            steps=tuple(self.steps),
+            fingerprints=FINGERPRINTS,
+            timings=Timings(queue_ms=3.0, prompt_n=7, prompt_ms=10.0, predicted_n=len(self.done), predicted_ms=50.0),
+            content=self.text[False],
+            reasoning=self.text[True],
+            error="out of memory" if finish == "error" else None,
+            first_user_end=4,
+            reasoning_tokens=len(self.script.thought) or None,
+        )
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    if seconds:
+        try:
+            await asyncio.wait_for(stop.wait(), seconds)
+        except TimeoutError:
+            return
+    else:
+        await asyncio.sleep(0)
+
+
+def _script(request: ChatRequest, default: Script) -> Script:
+    content = request.messages[-1]["content"] or ""
+    return replace(default, **json.loads(content)) if content.startswith("{") else default
+
+
+def _main() -> None:
+    from serve import cli
+
+    cli.make_backend = lambda settings: FakeBackend()
+    cli.main()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,293 @@
+"""Everything a client can do wrong, and everything that can go wrong here: OpenAI's error body, naming the field."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import openai
+import pytest
+
+from tests.fake_backend import FakeBackend, Script
+from tests.servers import CHAT, eventually, running_app
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_app(capture="off") as server:
+        yield server
+
+
+def error(response, status: int) -> dict:
+    """The error object of a response, checked for its shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert "Traceback" not in response.text
+    return body["error"]
+
+
+OUT_OF_RANGE = [
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("min_p", -0.1),
+    ("min_p", 1.5),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("max_tokens", 0),
+    ("max_completion_tokens", -1),
+    ("top_logprobs", 65),
+    ("stop", ""),
+    ("stop", ["x"] * 17),
+    ("messages", []),
+]
+WRONG_TYPES = [
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("max_tokens", 1.5),
+    ("max_tokens", "10"),
+    ("stream", "yes"),
+    ("stop", 5),
+    ("stop", [5]),
+    ("logprobs", 1),
+    ("metadata", {"a": 1}),
+    ("user", 7),
+    ("chat_template_kwargs", []),
+    ("stream_options", True),
+    ("messages", "Hi"),
+    ("messages", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPES)
+def test_a_wrong_value_is_refused_naming_its_field(server, name, value):
+    before = len(server.backend.requests)
+    told = error(server.http.post(CHAT, json={"messages": [USER], name: value}), 400)
+    assert re.split(r"[\[.]", told["param"])[0] == name
+    assert name in told["message"]
+    assert len(server.backend.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "nobody", "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ("x", "messages[0]"),
+    ],
+)
+def test_a_wrong_message_is_refused_naming_the_place(server, message, param):
+    assert error(server.http.post(CHAT, json={"messages": [message]}), 400)["param"] == param
+
+
+def test_an_image_is_refused_clearly(server):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    told = error(server.chat(content=[{"type": "text", "text": "What is this?"}, image]), 400)
+    assert told["param"] == "messages[0].content[1]"
+    assert "image_url" in told["message"]
+    assert "text only" in told["message"]
+
+
+NOT_YET = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}),
+    ("logit_bias", {"5": 1}),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("n", 2),
+    ("n", True),
+    ("functions", [{"name": "f"}]),
+    ("prediction", {"type": "content", "content": "x"}),
+    ("audio", {"voice": "x"}),
+    ("modalities", ["text", "audio"]),
+    ("reasoning_effort", "high"),
+    ("web_search_options", {}),
+    ("stop_token_ids", [1]),
+    ("min_tokens", 1),
+    ("bad_words", ["x"]),
+    ("ignore_eos", True),
+    ("guided_json", {}),
+    ("structured_outputs", {"json": {}}),
+    ("verbosity", "low"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_YET)
+def test_a_parameter_not_served_yet_is_refused_by_name(server, name, value):
+    told = error(server.chat(**{name: value}), 400)
+    assert (told["param"], told["code"]) == (name, "unsupported_parameter")
+    assert name in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1),
+        ("tools", []),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "text"}),
+        ("logit_bias", {}),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("modalities", ["text"]),
+        ("ignore_eos", False),
+        ("top_k", 0),
+        ("service_tier", "auto"),
+        ("safety_identifier", "x"),
+        ("prompt_cache_key", "x"),
+        ("metadata", {"a": "b"}),
+    ],
+)
+def test_a_parameter_that_asks_for_nothing_is_accepted(server, name, value):
+    assert server.chat(**{name: value}).status_code == 200
+
+
+def test_an_unknown_parameter_is_never_ignored(server):
+    told = error(server.chat(temprature=1), 400)
+    assert (told["param"], told["code"]) == ("temprature", "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(server, given, param):
+    assert error(server.chat(**given), 400)["param"] == param
+
+
+def test_the_same_limit_given_twice_is_accepted(server):
+    assert server.chat(max_tokens=5, max_completion_tokens=5).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"{'a': 1}", b'{"temperature": NaN}', b'{"user": "\\ud800"}', b"[" * 100_000, b"\xff\xfe"],
+    ids=["empty", "open", "quotes", "nan", "surrogate", "deep", "not utf-8"],
+)
+def test_bad_json_is_refused(server, body):
+    response = server.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert error(response, 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"'])
+def test_a_body_that_is_no_object_is_refused(server, body):
+    response = server.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert "object" in error(response, 400)["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_of_another_type_is_refused(server, content_type):
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = server.http.post(CHAT, content=json.dumps({"messages": [USER]}), headers=headers)
+    assert "application/json" in error(response, 415)["message"]
+
+
+def test_a_charset_beside_the_type_is_fine(server):
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    assert server.http.post(CHAT, content=json.dumps({"messages": [USER]}), headers=headers).status_code == 200
+
+
+def test_a_huge_body_is_refused(server):
+    headers = {"Content-Type": "application/json"}
+    error(server.http.post(CHAT, content=b" " * (32 * 1024 * 1024 + 1), headers=headers), 413)
+
+
+def test_an_unknown_model_is_not_found(server):
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.openai.chat.completions.create(model="gpt-5", messages=[USER])
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+    assert "gpt-5" in str(caught.value)
+
+
+def test_an_unknown_path_is_not_found(server):
+    assert "/v1/nothing" in error(server.http.get("/v1/nothing"), 404)["message"]
+
+
+def test_a_wrong_method_is_told_which_ones_there_are(server):
+    response = server.http.get(CHAT)
+    assert "GET" in error(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_backend_refuses_has_its_own_status_even_when_streaming(serve, stream):
+    server = serve(Script(refuses="This model's maximum context length is 5 tokens."))
+    told = error(server.chat(stream=stream), 400)
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
+    assert server.rows() == []
+
+
+def test_a_failed_generation_is_an_error(serve):
+    server = serve(Script(finish="error"))
+    told = error(server.chat(), 500)
+    assert "out of memory" in told["message"]
+    assert server.rows()[0].status == "failed"
+
+
+def test_a_failed_stream_ends_with_an_error(serve):
+    server = serve(Script(finish="error"))
+    with pytest.raises(openai.APIError, match="out of memory"):
+        for chunk in server.openai.chat.completions.create(model="fake", messages=[USER], stream=True):
+            assert chunk.choices[0].finish_reason is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_of_the_backend_shows_no_traceback_and_leaves_a_failed_row(serve, stream):
+    server = serve(Script(breaks_after=2))
+    response = server.chat(stream=stream)
+    assert "feet" not in response.text
+    if stream:
+        *_, told, done = [line for line in response.text.split("\n") if line]
+        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "internal_error"
+        assert done == "data: [DONE]"
+    else:
+        assert error(response, 500)["code"] == "internal_error"
+    (row,) = server.rows()
+    assert (row.status, row.error) == ("failed", "the engine tripped over its own feet")
+    assert row.response_text == "Hello wör"
+    assert server.chat("Still there?", max_tokens=1).status_code == 200
+
+
+def test_a_loading_server_says_so(serve):
+    server = serve(backend=FakeBackend(start_delay=1.0), ready=False)
+    response = server.chat()
+    assert error(response, 503)["code"] == "model_loading"
+    assert int(response.headers["retry-after"]) > 0
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ready").json()["status"] == "loading"
+    assert server.http.get("/").status_code == 200
+    assert server.http.get("/metrics").status_code == 200
+    error(server.http.get("/v1/models"), 503)
+    error(server.http.get("/version"), 503)
+    eventually(lambda: server.http.get("/ready").status_code == 200)
+    assert server.chat().status_code == 200
+
+
+def test_a_dead_engine_is_told_to_whoever_asks(serve):
+    server = serve()
+    server.backend.alive = False
+    assert error(server.chat(), 503)["code"] == "engine_failed"
+    assert server.http.get("/health").status_code == 503
+    assert server.http.get("/ready").json()["status"] == "failed"

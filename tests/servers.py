@@ -1,0 +1,144 @@
+"""Servers under test: the app in a uvicorn of its own, or the whole process, with clients to talk to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from capture.records import Generation
+from capture.store import Store
+from capture.writer import CaptureWriter
+from serve.app import create_app
+from serve.server import bind, url
+from serve.service import Service
+from serve.settings import load
+from tests.fake_backend import FakeBackend, Script
+
+ROOT = Path(__file__).parents[1]
+CHAT = "/v1/chat/completions"
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+    """The condition's first true value; fails after the given time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
+        time.sleep(0.01)
+    return value
+
+
+def rows(path: Path) -> list[Generation]:
+    """Every committed generation of a capture file, oldest first."""
+    with Store.open(path) as store:
+        return list(store.iterate())
+
+
+@dataclass
+class Server:
+    """A running server and the clients to talk to it."""
+
+    url: str
+    capture: Path | None
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def chat(self, content: str = "Hi", **more: Any) -> httpx.Response:
+        return self.http.post(CHAT, json={"messages": [{"role": "user", "content": content}], **more})
+
+    def rows(self) -> list[Generation]:
+        assert self.capture is not None
+        return rows(self.capture)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; its labels in any order."""
+        from prometheus_client.parser import text_string_to_metric_families as parse
+
+        for family in parse(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == f"draftloop_{name}" and sample.labels == labels:
+                    return float(sample.value)
+        raise KeyError((name, labels))
+
+
+@dataclass
+class AppServer(Server):
+    """The app over a fake backend, in this process."""
+
+    service: Service
+    backend: FakeBackend
+
+
+@dataclass
+class ProcessServer(Server):
+    """A server process; `output` grows as it prints."""
+
+    process: subprocess.Popen[str]
+    output: list[str] = field(default_factory=list)
+
+    def stop(self, signum: int = signal.SIGTERM, seconds: float = 20.0) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(seconds)
+
+
+def clients(base: str, stack: ExitStack) -> tuple[httpx.Client, openai.OpenAI]:
+    http = stack.enter_context(httpx.Client(base_url=base, timeout=20))
+    client = stack.enter_context(openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20))
+    return http, client
+
+
+@contextmanager
+def running_app(
+    script: Script | None = None, backend: FakeBackend | None = None, ready: bool = True, **given: Any
+) -> Iterator[AppServer]:
+    """The app in a uvicorn of its own; `given` are settings. With `ready`, it has loaded when this returns."""
+    settings = load(**{"port": 0, **{name: str(value) for name, value in given.items()}})
+    backend = backend or FakeBackend(script or Script())
+    path = None if settings.capture == "off" else Path(str(settings.capture))
+    app = create_app(settings, backend, CaptureWriter(path) if path else None)
+    listener = bind(settings.host, settings.port)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        with ExitStack() as stack:
+            base = url(listener)
+            http, client = clients(base, stack)
+            if ready:
+                eventually(lambda: http.get("/ready").status_code == 200)
+            yield AppServer(base, path, http, client, app.state.service, backend)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server does not end"
+
+
+def clean_environment() -> dict[str, str]:
+    """This process' environment without settings that would reach the server."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTLOOP_")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Lock:
+    """Another process' write lock on a capture file, as a long transaction would hold it."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.connection.execute("BEGIN IMMEDIATE")
+
+    def release(self) -> None:
+        with closing(self.connection):
+            self.connection.execute("ROLLBACK")
