@@ -248,9 +248,11 @@ def test_a_failed_generation_is_an_error(serve):
 
 def test_a_failed_stream_ends_with_an_error(serve):
     server = serve(Script(finish="error"))
+    stream = server.openai.chat.completions.create(model="fake", messages=[USER], stream=True)
+    reasons: list[str | None] = []
     with pytest.raises(openai.APIError, match="out of memory"):
-        for chunk in server.openai.chat.completions.create(model="fake", messages=[USER], stream=True):
-            assert chunk.choices[0].finish_reason is None
+        reasons.extend(chunk.choices[0].finish_reason for chunk in stream)
+    assert set(reasons) == {None}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,161 @@
+"""`serve`'s command line: one flag and one variable per setting, and one line for every mistake."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve import cli
+from serve.settings import Settings, SettingsError, flag, is_loopback, load, variable
+
+# A valid value of each field that is not its default.
+VALUES = {
+    "model": "org/name",
+    "served_model_name": "mine",
+    "device": "cpu",
+    "dtype": "float32",
+    "drafter": "none",
+    "draft_tokens": "8",
+    "threads": "3",
+    "max_model_len": "512",
+    "max_num_seqs": "4",
+    "host": "127.0.0.2",
+    "port": "0",
+    "insecure": "true",
+    "capture": "off",
+    "capture_synchronous": "NORMAL",
+    "capture_commit_timeout": "0.5",
+    "shutdown_grace": "1.5",
+    "log_level": "debug",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in Settings.model_fields:
+        monkeypatch.delenv(variable(name), raising=False)
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """The settings that a command line leads to; nothing is started."""
+
+    def parse(*arguments: str) -> Settings:
+        seen: list[Settings] = []
+        monkeypatch.setattr(cli, "_run", lambda settings: seen.append(settings) or 0)
+        monkeypatch.setattr(sys, "argv", ["serve", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        return seen[0]
+
+    return parse
+
+
+def test_every_setting_is_tried_below():
+    assert VALUES.keys() == Settings.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_setting_has_its_flag_and_its_variable(parse, monkeypatch, name):
+    default = getattr(parse(), name)
+    by_flag = parse(flag(name), *([] if name == "insecure" else [VALUES[name]]))
+    monkeypatch.setenv(variable(name), VALUES[name])
+    assert getattr(by_flag, name) == getattr(parse(), name) != default
+
+
+def test_the_names_are_the_documented_ones():
+    assert (flag("draft_tokens"), variable("draft_tokens")) == ("--draft-tokens", "DRAFTLOOP_DRAFT_TOKENS")
+
+
+def test_a_flag_wins_over_its_variable(parse, monkeypatch):
+    monkeypatch.setenv("DRAFTLOOP_PORT", "1234")
+    assert parse("--port", "4321").port == 4321
+
+
+def test_an_empty_variable_is_none(parse, monkeypatch):
+    monkeypatch.setenv("DRAFTLOOP_CAPTURE", "")
+    assert parse().capture is None
+
+
+def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve", "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for name, field in Settings.model_fields.items():
+        assert flag(name) in told
+        assert variable(name) in told
+        if field.default not in (None, False):
+            assert f"[default: {field.default}]" in told
+        choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+        assert not choices or "|".join(choices) in told
+    assert "--selftest" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--port", "70000"], "--port (DRAFTLOOP_PORT)"),
+        (["--port", "http"], "--port"),
+        (["--draft-tokens", "9"], "--draft-tokens"),
+        (["--drafter", "student"], "--drafter"),
+        (["--capture-commit-timeout", "inf"], "--capture-commit-timeout"),
+        (["--shutdown-grace", "-1"], "--shutdown-grace"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--port"], "--port"),
+        (["stray"], "stray"),
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--host", "::"], "--insecure"),
+        (["--host", "192.168.1.1"], "--insecure"),
+        (["--host", "example.org"], "--insecure"),
+        (["--host", "no such host", "--insecure", "--capture", "off"], "no such host"),
+    ],
+)
+def test_a_mistake_is_one_line_naming_it_and_exit_code_2(monkeypatch, capsys, arguments, named):
+    monkeypatch.setattr(sys, "argv", ["serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"serve: [^\n]+\n", err)
+    assert named in err
+
+
+def test_a_wrong_variable_is_named_too(monkeypatch, capsys):
+    monkeypatch.setenv("DRAFTLOOP_PORT", "many")
+    monkeypatch.setattr(sys, "argv", ["serve"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "DRAFTLOOP_PORT" in capsys.readouterr().err
+
+
+def test_insecure_allows_any_address(parse):
+    assert parse("--host", "0.0.0.0", "--insecure").host == "0.0.0.0"
+
+
+@given(st.ip_addresses())
+def test_only_loopback_addresses_need_no_permission(address):
+    def settings(**more: Any) -> Settings:
+        return load(host=str(address), **more)
+
+    if is_loopback(str(address)):
+        assert str(address).startswith("127.") or str(address) == "::1" or address.ipv4_mapped.is_loopback
+        assert settings().host == str(address)
+    else:
+        with pytest.raises(SettingsError, match="--insecure"):
+            settings()
+        assert settings(insecure=True).host == str(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.9.1"])
+def test_this_machine_needs_no_permission(host):
+    assert load(host=host).host == host
