@@ -5,7 +5,7 @@ Knows no tokenizer; must never change what a client said beyond joining and spli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from backend.interface import InvalidRequest
@@ -28,12 +28,13 @@ def flatten(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(_text(f"messages[{index}].content[{at}]", p) for at, p in enumerate(content))}
 
 
-def split_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+def split_reasoning(message: Mapping[str, Any], stand_in: Callable[[str], str]) -> dict[str, Any]:
     """An assistant's `<think>…</think>` content as `reasoning_content` and content, as Qwen's template splits it.
 
     Done here because the template looks for the literals, which are hidden from it. (It looks for `<tool_response>`
     around a user's content too, to tell tool results from questions; written by a client that is plain text, so such
-    a message counts as a question.)
+    a message counts as a question.) `stand_in` keeps an answer's indentation from being trimmed by the template, which
+    trims content before it splits and not after.
     """
     content = message.get("content")
     told_apart = any(isinstance(message.get(name), str) for name in _REASONING_FIELDS)
@@ -41,7 +42,10 @@ def split_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     before, *_, after = content.strip().split("</think>")
     reasoning = before.rstrip("\n").split("<think>")[-1].lstrip("\n")
-    return {**message, "reasoning_content": reasoning, "content": after.lstrip("\n")}
+    answer = after.lstrip("\n")
+    if indent := answer[: len(answer) - len(answer.lstrip())]:
+        answer = stand_in(indent) + answer[len(indent) :]
+    return {**message, "reasoning_content": reasoning, "content": answer}
 
 
 def _text(where: str, part: Any) -> str:

@@ -163,9 +163,9 @@ class ChatTokenizer:
             require_text(messages, "messages")
             require_text(template_kwargs, "chat_template_kwargs")
             turns = [flatten(index, message) for index, message in enumerate(messages)]
-            if self._splits_reasoning:
-                turns = [split_reasoning(turn) for turn in turns]
             quarantine = Quarantine(self._literal_ids, turns, template_kwargs, self.template, self._template_constants)
+            if self._splits_reasoning:
+                turns = [split_reasoning(turn, quarantine.stand_in) for turn in turns]
             rendered, _ = render_jinja_template(
                 conversations=[quarantine.hide(turns)],
                 chat_template=self.template,

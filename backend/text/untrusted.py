@@ -36,7 +36,7 @@ class Quarantine:
         self._heads = frozenset(name[:cut] for name in names for cut in range(1, len(name)))
         self._tails = frozenset(name[cut:] for name in names for cut in range(1, len(name)))
         self._reach = max(map(len, names), default=1) - 1
-        taken = {char for text in strings(given) for char in _PRIVATE.findall(text)}
+        taken = {char for text in strings([names, given]) for char in _PRIVATE.findall(text)}
         self._free = (char for char in map(chr, chain(*_PRIVATE_USE)) if char not in taken)
         self._stand_ins: dict[str, str] = {}
 
@@ -54,27 +54,28 @@ class Quarantine:
         """`text` with what was hidden back in its place."""
         return text.translate({ord(stand_in): hidden for hidden, stand_in in self._stand_ins.items()})
 
-    def _hide_text(self, text: str) -> str:
-        text = self._whole.sub(lambda match: self._stand_in(match[0]), text)
-        # The edges are looked for inside surrounding white space, because templates trim.
-        end = len(text.rstrip())
-        for length in range(min(self._reach, end), 0, -1):
-            if (head := text[end - length : end]) in self._heads:
-                text = text[: end - length] + self._stand_in(head) + text[end:]
-                break
-        start = len(text) - len(text.lstrip())
-        for length in range(min(self._reach, len(text) - start), 0, -1):
-            if (tail := text[start : start + length]) in self._tails:
-                return text[:start] + self._stand_in(tail) + text[start + length :]
-        return text
-
-    def _stand_in(self, hidden: str) -> str:
+    def stand_in(self, hidden: str) -> str:
+        """One character that is `hidden` again once revealed; what a template trims or looks for, it leaves alone."""
         if hidden not in self._stand_ins:
             char = next(self._free, None)
             if char is None:
                 raise InvalidRequest("the messages use every private-use character of Unicode", param="messages")
             self._stand_ins[hidden] = char
         return self._stand_ins[hidden]
+
+    def _hide_text(self, text: str) -> str:
+        text = self._whole.sub(lambda match: self.stand_in(match[0]), text)
+        # The edges are looked for inside surrounding white space, because templates trim.
+        end = len(text.rstrip())
+        for length in range(min(self._reach, end), 0, -1):
+            if (head := text[end - length : end]) in self._heads:
+                text = text[: end - length] + self.stand_in(head) + text[end:]
+                break
+        start = len(text) - len(text.lstrip())
+        for length in range(min(self._reach, len(text) - start), 0, -1):
+            if (tail := text[start : start + length]) in self._tails:
+                return text[:start] + self.stand_in(tail) + text[start + length :]
+        return text
 
 
 def strings(value: Any) -> Iterator[str]:

