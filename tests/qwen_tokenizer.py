@@ -5,6 +5,7 @@ The chat template beside it is ours, with thinking on by default as in the large
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -41,7 +42,9 @@ def build(out: Path, thinking: bool = True) -> Path:
 @cache
 def directory() -> Path:
     """`build`'s output, once in a test process."""
-    return build(Path(tempfile.mkdtemp(prefix="draftloop-qwen-")))
+    place = tempfile.mkdtemp(prefix="draftloop-qwen-")
+    atexit.register(shutil.rmtree, place)
+    return build(Path(place))
 
 
 @cache
