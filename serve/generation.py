@@ -42,7 +42,7 @@ class Generation:
         self._metrics = metrics
         self._request = request
         self._origin = origin
-        self._items: asyncio.Queue[ChatEvent | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[ChatEvent | BackendError] = asyncio.Queue()
         self._first: ChatEvent | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -57,7 +57,7 @@ class Generation:
         self._first = await self._next()
 
     async def events(self) -> AsyncIterator[ChatEvent]:
-        """Every event, after `begin`; the last one carries the result. Raises what the backend broke with."""
+        """Every event, after `begin`; the last one carries the result. Raises BackendError where the backend broke."""
         assert self._first is not None, "begin() comes first"
         event = self._first
         while True:
@@ -74,7 +74,7 @@ class Generation:
 
     async def _next(self) -> ChatEvent:
         item = await self._items.get()
-        if isinstance(item, Exception):
+        if isinstance(item, BackendError):
             raise item
         return item
 
@@ -88,10 +88,12 @@ class Generation:
                 return
             if isinstance(error, BackendError):
                 log.error("generation %s failed: %s", self._origin.id, error)
+                told: BackendError = error
             else:
                 log.exception("generation %s failed", self._origin.id)
+                told = GenerationFailed("The server had an error while generating; its log says more.")
             await self._settle(self._broken(error))
-            self._items.put_nowait(error)
+            self._items.put_nowait(told)
 
     async def _pull(self) -> None:
         result: Result | None = None
@@ -110,7 +112,7 @@ class Generation:
             await self._settle(result)
             self._items.put_nowait(ChatEvent(result=result))
         if result is None:
-            raise GenerationFailed("the backend ended the generation without a result")
+            raise GenerationFailed("The engine ended the generation without a result.")
 
     @property
     def _began(self) -> bool:

@@ -6,6 +6,7 @@ Knows no sampling default and no text rule; what the client did not ask for is l
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from serve.service import Service
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 PING_SECONDS = 15
 
+log = logging.getLogger(__name__)
 router = APIRouter()
 T = TypeVar("T")
 
@@ -190,7 +192,8 @@ class _Answer:
         except BackendError as error:
             yield from_backend(error).json()
         except Exception:
-            yield internal().json()  # the generation has logged it
+            log.exception("answer %s could not be written", self.id)
+            yield internal().json()
         finally:
             self.generation.cancel()
         yield "[DONE]"

@@ -262,14 +262,22 @@ def test_a_bug_of_the_backend_shows_no_traceback_and_leaves_a_failed_row(serve, 
     assert "feet" not in response.text
     if stream:
         *_, told, done = [line for line in response.text.split("\n") if line]
-        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "internal_error"
+        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "generation_failed"
         assert done == "data: [DONE]"
     else:
-        assert error(response, 500)["code"] == "internal_error"
+        assert error(response, 500)["code"] == "generation_failed"
     (row,) = server.rows()
     assert (row.status, row.error) == ("failed", "the engine tripped over its own feet")
     assert row.response_text == "Hello wör"
     assert server.chat("Still there?", max_tokens=1).status_code == 200
+
+
+def test_a_bug_of_the_server_shows_no_traceback(serve, monkeypatch):
+    server = serve()
+    monkeypatch.setattr(server.backend, "info", lambda: 1 / 0)
+    told = error(server.http.get("/version"), 500)
+    assert told["code"] == "internal_error"
+    assert "division" not in told["message"]
 
 
 def test_a_loading_server_says_so(serve):

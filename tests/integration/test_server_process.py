@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from tests.servers import CHAT, ROOT, Lock, clean_environment, eventually
 
 SLOW = '{"repeat": 20, "pause": 0.02}'
+FAT = {"logprobs": True, "top_logprobs": 64}  # some kilobytes a token: more than the buffers between us hold
 ENDLESS = '{"repeat": 100000, "pause": 0.02}'
 
 
@@ -83,6 +85,23 @@ def test_a_stream_is_finished_before_the_end(serve_process):
     thread.join()
     assert '"finish_reason":"stop"' in answers[0].text
     assert answers[0].text.rstrip().endswith("[DONE]")
+
+
+def test_a_slow_reader_still_gets_the_end_of_its_stream(serve_process):
+    server = serve_process()
+    body = json.dumps({**FAT, "messages": [{"role": "user", "content": '{"repeat": 150}'}], "stream": True})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection.sendall((head + body).encode())
+        eventually(lambda: server.metric("request_success_total", finished_reason="stop") == 1, 20)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert b'"finish_reason":"stop"' in received
+    assert b"data: [DONE]" in received
+    assert server.process.wait(20) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
