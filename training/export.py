@@ -1,4 +1,4 @@
-"""The tiny model's shape, and its checkpoint directory: files that `transformers` and `serve --model` load as they are."""
+"""The tiny model's shape and its checkpoint directory: files `transformers` and `serve --model` load as they are."""
 
 from __future__ import annotations
 
