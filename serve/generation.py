@@ -92,8 +92,10 @@ class Generation:
             else:
                 log.exception("generation %s failed", self._origin.id)
                 told = GenerationFailed("The server had an error while generating; its log says more.")
-            await self._settle(self._broken(error))
-            self._items.put_nowait(told)
+            try:
+                await self._settle(self._broken(error))
+            finally:
+                self._items.put_nowait(told)  # whoever waits must not wait for ever
 
     async def _pull(self) -> None:
         result: Result | None = None

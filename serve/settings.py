@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     draft_tokens: int = Field(2, ge=0, le=8, description="Tokens proposed in each verify step, 0 to 8.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine. Unset: torch's choice.")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and answer. Unset: the model's.")
-    max_num_seqs: int = Field(8, ge=1, description="Most requests decoded at a time; further ones wait.")
+    max_num_seqs: int = Field(16, ge=1, description="Most requests decoded at a time; further ones wait.")
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow an address other machines can reach, without any key.")
