@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -205,7 +205,7 @@ class LocalBackend:
 
         sequence = self._sequence(request, prompt, deliver)
         self._engine.submit(sequence)
-        answer = _Answer(loaded, prompt, sequence)
+        answer = _Answer(loaded, prompt, sequence, request.sampling.stop)
         try:
             while True:
                 event = answer.event(await emissions.get())
@@ -215,7 +215,7 @@ class LocalBackend:
         finally:
             self._engine.cancel(sequence.id)
 
-    def _sequence(self, request: ChatRequest, prompt: Prompt, deliver: object) -> Sequence:
+    def _sequence(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Emission], None]) -> Sequence:
         loaded, asked = self._ready, request.sampling
         room = self.max_model_len - len(prompt.ids)
         if room < 1:
@@ -247,17 +247,17 @@ class LocalBackend:
             sampler=Sampler(params, vocab),
             max_tokens=asked.max_tokens or min(room, DEFAULT_MAX_TOKENS),
             eos_ids=loaded.tokenizer.eos_ids,
-            text=AnswerText(loaded.tokenizer, asked.stop),
+            text=AnswerText(loaded.tokenizer.text_bytes, asked.stop),
             alternatives=asked.top_logprobs,
-            on_emission=deliver,  # type: ignore[arg-type]
+            on_emission=deliver,
         )
 
 
 class _Answer:
     """Turns a sequence's emissions into events, and the last one into its result."""
 
-    def __init__(self, loaded: _Loaded, prompt: Prompt, sequence: Sequence) -> None:
-        self._loaded, self._prompt, self._sequence = loaded, prompt, sequence
+    def __init__(self, loaded: _Loaded, prompt: Prompt, sequence: Sequence, stops: tuple[str, ...]) -> None:
+        self._loaded, self._prompt, self._sequence, self._stops = loaded, prompt, sequence, stops
         self._split = ReasoningSplitter(prompt.in_reasoning)
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -307,7 +307,7 @@ class _Answer:
                 "top_k": params.top_k,
                 "min_p": params.min_p,
                 "max_tokens": sequence.max_tokens,
-                "stop": list(sequence.text.stops),
+                "stop": list(self._stops),
             },
             drafter=drafter.name if drafter else "none",
             steps=tuple(sequence.steps),

@@ -74,9 +74,17 @@ class Shape:
 
 # Four layers at the 0.8B's widths (QWEN35.md §1.2), with a small vocabulary.
 WIDTHS_08B = Shape(
-    vocab=1024, hidden=1024, intermediate=3584, heads=8, kv_heads=2, head_dim=256, k_heads=16, v_heads=16, linear_dim=128,
+    vocab=1024,
+    hidden=1024,
+    intermediate=3584,
+    heads=8,
+    kv_heads=2,
+    head_dim=256,
+    k_heads=16,
+    v_heads=16,
+    linear_dim=128,
     std=0.02,
-)  # fmt: skip
+)
 
 
 def build(shape: Shape) -> Qwen35:
