@@ -45,6 +45,12 @@ from backend.text.reasoning import ReasoningSplitter
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
+CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
+
+
+def default_model(device: str) -> str:
+    """What to serve where nothing was asked for: the bundled model without a GPU, the 9B with one."""
+    return GPU_MODEL if device != "cpu" and torch.cuda.is_available() else CPU_MODEL
 
 
 @dataclass(frozen=True)
@@ -318,7 +324,15 @@ class _Answer:
             stop_string=sequence.stop_string,
             error=emission.error,
             first_user_end=self._prompt.first_user_end,
+            reasoning_tokens=self._reasoning_tokens(),
         )
+
+    def _reasoning_tokens(self) -> int:
+        """Tokens before `</think>`; all of them where the answer never left its reasoning."""
+        if not self._prompt.in_reasoning:
+            return 0
+        end, tokens = self._loaded.tokenizer.literal_id("</think>"), self._sequence.tokens
+        return tokens.index(end) if end in tokens else len(tokens)
 
 
 def _timings(sequence: Sequence) -> Timings:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from backend.interface import ChatBackend
     from backend.local import LocalOptions
 
-CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -109,10 +107,10 @@ def make_backend(settings: Settings) -> ChatBackend:
 
 
 def _local_options(settings: Settings) -> LocalOptions:
-    from backend.local import LocalOptions
+    from backend.local import LocalOptions, default_model
 
     return LocalOptions(
-        model=settings.model or _default_model(settings),
+        model=settings.model or default_model(settings.device),
         device=settings.device,
         dtype=settings.dtype,
         drafter=settings.drafter,
@@ -121,12 +119,6 @@ def _local_options(settings: Settings) -> LocalOptions:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
     )
-
-
-def _default_model(settings: Settings) -> str:
-    import torch
-
-    return GPU_MODEL if settings.device != "cpu" and torch.cuda.is_available() else CPU_MODEL
 
 
 def _selftest(settings: Settings) -> int:

@@ -66,8 +66,9 @@ class Speculation:
             if sequence.finish or not matched:
                 break
         if not from_prefill:
-            # Slots past the token that ended the sequence were neither proposed nor accepted.
-            sequence.steps.append(Step(min(len(drafts), len(tokens)), accepted))
+            # Slots past the token that ended the sequence were neither proposed nor accepted; rejected ones were.
+            proposed = min(len(drafts), len(tokens)) if sequence.finish else len(drafts)
+            sequence.steps.append(Step(proposed, accepted))
         if self.drafter and not sequence.finish:
             ids = [token.token_id for token in tokens]
             self.drafter.observe(sequence.draft_state, ids, rows.hidden[:, : len(ids)])
