@@ -88,9 +88,11 @@ def judge(
     threads: Threads = 1,
 ) -> None:
     """Let a model answer held-out prompts, greedily and at 0.7; print acceptance per slot and repetition."""
+    from backend.models.hub import resolve_model
     from training.judge import held_out_conversations
     from training.judge import judge as run
 
+    resolve_model(model)  # a wrong name should not wait for the corpus
     temperatures = (0.0, 0.7)
     with _bar() as bar:
         task = bar.add_task("answering", total=prompts * len(temperatures))
