@@ -69,7 +69,9 @@ class LocalOptions:
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class Loaded:
+    """A model ready to decode, and the facts about it."""
+
     speculation: Speculation
     tokenizer: ChatTokenizer
     config: ModelConfig
@@ -79,7 +81,7 @@ class _Loaded:
     probe: ProbeReport
 
 
-def load(options: LocalOptions) -> _Loaded:
+def load(options: LocalOptions) -> Loaded:
     """Weights, tokenizer, probe and drafter, on the calling thread. Raises BackendError in one line."""
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -103,7 +105,7 @@ def load(options: LocalOptions) -> _Loaded:
     )
     speculation = Speculation(runner, drafter, options.draft_tokens if drafter else 0)
     defaults = SamplingDefaults.load(directory)
-    return _Loaded(speculation, tokenizer, loaded.config, defaults, fingerprints, build, report)
+    return Loaded(speculation, tokenizer, loaded.config, defaults, fingerprints, build, report)
 
 
 def _device(name: str) -> torch.device:
@@ -133,7 +135,7 @@ class LocalBackend:
         if not 0 <= options.draft_tokens <= 8:
             raise BackendError(f"draft_tokens is {options.draft_tokens}: expected 0 to 8")
         self._options = options
-        self._loaded: _Loaded | None = None
+        self._loaded: Loaded | None = None
         slots = options.draft_tokens if options.drafter != "none" else 0
         self._engine = Engine(self._load, max_sequences=options.max_num_seqs, draft_slots=slots)
 
@@ -151,7 +153,7 @@ class LocalBackend:
         return self._engine.alive
 
     @property
-    def _ready(self) -> _Loaded:
+    def _ready(self) -> Loaded:
         if self._loaded is None:
             raise BackendUnavailable("the model is still loading")
         return self._loaded
@@ -262,7 +264,7 @@ class LocalBackend:
 class _Answer:
     """Turns a sequence's emissions into events, and the last one into its result."""
 
-    def __init__(self, loaded: _Loaded, prompt: Prompt, sequence: Sequence, stops: tuple[str, ...]) -> None:
+    def __init__(self, loaded: Loaded, prompt: Prompt, sequence: Sequence, stops: tuple[str, ...]) -> None:
         self._loaded, self._prompt, self._sequence, self._stops = loaded, prompt, sequence, stops
         self._split = ReasoningSplitter(prompt.in_reasoning)
         self._content: list[str] = []
