@@ -122,7 +122,7 @@ class Run:
         for start in range(first, first + s.rows_per_step, s.rows_per_pass):
             tokens, weights = batch(self.rows, start, min(start + s.rows_per_pass, first + s.rows_per_step))
             trunk, mtp, per_target = losses(self.model, tokens, weights, s.chunk)
-            (trunk / trunk_norm + s.mtp_weight * mtp / mtp_norm).backward()  # type: ignore[no-untyped-call]
+            (trunk / trunk_norm + s.mtp_weight * mtp / mtp_norm).backward()
             own = (per_target.detach() * (weights[:, 1:] == 1.0)).sum()
             sums += torch.stack((trunk.detach() / trunk_norm, mtp.detach() / mtp_norm, own / own_count))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backend.models.qwen3_5 import Qwen35
+from training.curve import summary
 from training.export import export
 from training.optimizer import Optimizer, Plan
 from training.own_answers import Documents, answer, prompts
@@ -41,7 +42,10 @@ class Settings:
 
 
 def stage_b(directory: Path, minutes: float, settings: Settings, report: Report) -> None:
-    """Answer the prompts, train the MTP head for what is left of `minutes`, export to directory/model."""
+    """Answer the prompts, train the MTP head for what is left of `minutes`, export to directory/model.
+
+    The exported directory also gets training.json, the run's facts and its curve.
+    """
     began = time.monotonic()
     prepared = prepare(directory)
     model = trained_trunk(directory, prepared)
@@ -52,6 +56,7 @@ def stage_b(directory: Path, minutes: float, settings: Settings, report: Report)
     left = max(minutes * 60 - (time.monotonic() - began), 30.0)
     _train(model, documents["train"], documents["held_out"], settings, left, directory / "loss.jsonl", report)
     export(model, prepared.tokenizer, shipped)
+    (shipped / "training.json").write_text(json.dumps(summary(directory)) + "\n", encoding="utf-8")
 
 
 def _round(model: Qwen35) -> None:
@@ -152,7 +157,7 @@ def _train(
         while step < plan.steps:
             ids, own = next(stream)
             loss, counts = recursive_loss(model, ids, own, settings.slots, settings.discount)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.mtp.parameters(), 1.0)
             optimizer.step(plan.factor(step))
             step += 1
