@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
+import backend.tiny
 from backend.models.config import ModelConfig
 from backend.models.qwen3_5 import Qwen35
 from training.tokenizer import CONTEXT, VOCABULARY, save
@@ -79,7 +81,7 @@ def model_config(tokenizer: Qwen3_5Tokenizer) -> ModelConfig:
 
 
 def export(model: Qwen35, tokenizer: Qwen3_5Tokenizer, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write model.safetensors (Hugging Face names, `mtp.*` at top level), the configs and the tokenizer."""
+    """Write model.safetensors (Hugging Face names, `mtp.*` at top level), configs, tokenizer and chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to(dtype).contiguous()
@@ -91,3 +93,4 @@ def export(model: Qwen35, tokenizer: Qwen3_5Tokenizer, directory: Path, dtype: t
     for name, content in (("config", tiny_config(*ids)), ("generation_config", generation_config(*ids))):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save(tokenizer, directory)
+    shutil.copy(Path(backend.tiny.__file__).parent / "chat_template.jinja", directory)

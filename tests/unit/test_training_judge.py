@@ -53,7 +53,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Qwen35(model_config(tokenizer))
     model.initialise(std=0.1, seed=4)
     export(model, tokenizer, folder)
-    shutil.copy(TINY / "chat_template.jinja", folder)
     return folder
 
 
