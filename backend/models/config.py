@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from backend.interface import BackendError
 
 # transformers fills these silently with values that are wrong for every released checkpoint.
 _MUST_BE_WRITTEN = ("rope_parameters", "max_position_embeddings")
+_KINDS = {"linear_attention", "full_attention"}
+_COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "linear_conv_kernel_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,23 +49,13 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """From the parsed config.json, text-only or multimodal. Raises BackendError naming what is wrong."""
-        text: dict[str, Any] = dict(config.get("text_config") or config)
-        if text.get("model_type") != "qwen3_5_text":
-            raise BackendError(
-                f"model_type {config.get('model_type')!r} is not supported: expected a Qwen3.5 dense checkpoint "
-                "(qwen3_5 or qwen3_5_text)"
-            )
-        missing = [name for name in _MUST_BE_WRITTEN if text.get(name) is None]
-        if missing:
-            raise BackendError(f"config.json does not state {' or '.join(missing)}")
-        hf = Qwen3_5TextConfig(**text)
-        if hf.hidden_act != "silu":
-            raise BackendError(f"hidden_act {hf.hidden_act!r} is not supported: expected 'silu'")
+        text = _text_part(config)
+        try:
+            hf = Qwen3_5TextConfig(**text)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise BackendError(f"config.json: {' '.join(str(error).split())}") from None
+        _refuse_unsupported(hf)
         rope = hf.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise BackendError(f"rope_type {rope['rope_type']!r} is not supported: expected 'default'")
-        if hf.num_attention_heads % hf.num_key_value_heads or hf.linear_num_value_heads % hf.linear_num_key_heads:
-            raise BackendError("config.json: key heads must divide query (or value) heads")
         eos = text.get("eos_token_id")
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         return cls(
@@ -74,7 +71,7 @@ class ModelConfig:
             linear_key_head_dim=hf.linear_key_head_dim,
             linear_value_head_dim=hf.linear_value_head_dim,
             linear_conv_kernel_dim=hf.linear_conv_kernel_dim,
-            rotary_dim=int(hf.head_dim * rope.get("partial_rotary_factor", 1.0)),
+            rotary_dim=int(hf.head_dim * rope["partial_rotary_factor"]),
             rope_theta=float(rope["rope_theta"]),
             rms_norm_eps=hf.rms_norm_eps,
             tie_word_embeddings=bool(tied),
@@ -95,3 +92,40 @@ class ModelConfig:
         if not isinstance(parsed, dict):
             raise BackendError(f"{path} does not hold a JSON object")
         return cls.from_dict(parsed)
+
+
+def _text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping) or text.get("model_type") != "qwen3_5_text":
+        raise BackendError(
+            f"model_type {config.get('model_type')!r} is not supported: expected a Qwen3.5 dense checkpoint "
+            "(qwen3_5 or qwen3_5_text)"
+        )
+    if config.get("quantization_config") or text.get("quantization_config"):
+        raise BackendError("config.json has a quantization_config: quantised checkpoints are not supported")
+    missing = [name for name in _MUST_BE_WRITTEN if text.get(name) is None]
+    if missing:
+        raise BackendError(f"config.json does not state {' or '.join(missing)}")
+    rope = text["rope_parameters"]
+    if not isinstance(rope, Mapping):
+        raise BackendError("config.json: rope_parameters is not an object")
+    for name, value in (("rope_theta", None), ("partial_rotary_factor", 0.25)):
+        if not isinstance(rope.get(name, value), int | float):
+            raise BackendError(f"config.json does not state a number as rope_parameters.{name}")
+    return dict(text)
+
+
+def _refuse_unsupported(hf: Any) -> None:
+    if hf.hidden_act != "silu":
+        raise BackendError(f"hidden_act {hf.hidden_act!r} is not supported: expected 'silu'")
+    kind = hf.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        raise BackendError(f"rope_type {kind!r} is not supported: expected 'default'")
+    unknown = sorted(set(hf.layer_types) - _KINDS)
+    if unknown:
+        raise BackendError(f"layer_types has {unknown[0]!r}: expected {' or '.join(sorted(_KINDS))}")
+    for name in _COUNTS:
+        if getattr(hf, name) < 1:
+            raise BackendError(f"config.json: {name} is {getattr(hf, name)}, expected at least 1")
+    if hf.num_attention_heads % hf.num_key_value_heads or hf.linear_num_value_heads % hf.linear_num_key_heads:
+        raise BackendError("config.json: key heads must divide query (or value) heads")

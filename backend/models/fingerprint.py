@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 TensorHash = str  # "dtype shape sha256"
+_ENTRIES = TypeAdapter(dict[str, dict[str, TensorHash]])
 
 
 def hash_tensor(tensor: Tensor) -> TensorHash:
@@ -43,21 +45,24 @@ class HashCache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         path = root / "draftloop" / "tensor-hashes.json"
         try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, _ENTRIES.validate_json(path.read_bytes(), strict=True))
         except (OSError, ValueError):
-            entries = {}
-        return cls(path, entries if isinstance(entries, dict) else {})
+            return cls(path, {})
 
-    def get(self, file: Path) -> dict[str, TensorHash]:
-        """Hashes by raw tensor name, empty unless the file is unchanged since `put`."""
-        return self._entries.get(self._key(file), {})
+    @staticmethod
+    def key(file: Path) -> str:
+        """What identifies the file's present content. Take it before reading: the file may change meanwhile."""
+        stat = file.stat()
+        return f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
 
-    def put(self, file: Path, hashes: dict[str, TensorHash]) -> None:
-        key = self._key(file)
+    def get(self, key: str) -> dict[str, TensorHash]:
+        """Hashes by raw tensor name, empty unless the file is unchanged since they were put."""
+        return self._entries.get(key, {})
+
+    def put(self, key: str, hashes: dict[str, TensorHash]) -> None:
         if self._entries.get(key) != hashes:
-            stale = [k for k in self._entries if k.startswith(f"{file.resolve()}\n")]
-            for k in stale:
-                del self._entries[k]
+            file = key.split("\n")[0]
+            self._entries = {k: v for k, v in self._entries.items() if k.split("\n")[0] != file}
             self._entries[key] = hashes
             self._dirty = True
 
@@ -71,8 +76,3 @@ class HashCache:
             temporary.replace(self._path)
         except OSError:
             return  # a read-only home costs a re-hash at the next start, nothing else
-
-    @staticmethod
-    def _key(file: Path) -> str:
-        stat = file.stat()
-        return f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"

@@ -29,10 +29,10 @@ def resolve_model(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES))
     except LocalEntryNotFoundError:
-        raise BackendError(f"cannot reach the hub and {name!r} is not in its local cache") from None
+        raise BackendError(f"cannot reach the hub and {name!r} is not complete in its local cache") from None
     except HFValidationError as error:
         raise BackendError(f"{name!r} is not a valid hub id: {error}") from None
     except HfHubHTTPError as error:
         raise BackendError(f"the hub refused {name!r}: {str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise BackendError(f"cannot download {name!r}: {error}") from None
+    except Exception as error:  # a transfer that breaks off raises what the client's HTTP library raises
+        raise BackendError(f"cannot download {name!r}: {' '.join(str(error).split())}") from error

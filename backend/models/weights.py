@@ -5,12 +5,12 @@ Reads text-only and multimodal Qwen3.5 checkpoints, one file or sharded. Never f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -24,6 +24,12 @@ _VISION = ("model.visual.", "visual.", "model.vision_tower.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # The recurrence computes with these in float32; casting them down would only lose bits.
 _KEPT_FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
+
+
+class _Index(BaseModel):
+    """model.safetensors.index.json: tensor name → file name."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype, *, wit
     hashes: dict[str, TensorHash] = {}
     cache = HashCache.open()
     for file in files:
-        known = cache.get(file)
+        key = cache.key(file)
+        known = cache.get(key)
         fresh: dict[str, TensorHash] = {}
         for raw_name, tensor in _tensors(file):
             name = _canonical(raw_name)
@@ -63,10 +70,10 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype, *, wit
             elif name == "lm_head.weight" and config.tie_word_embeddings:
                 _checked(name, tensor, wanted["model.embed_tokens.weight"])
             elif not name.startswith("mtp."):
-                raise BackendError(f"unexpected tensor {raw_name!r} in {file.name}: this is no Qwen3.5 text checkpoint")
+                raise BackendError(f"unexpected tensor {raw_name!r} in {file.name}: no part of an unquantised Qwen3.5")
             elif with_mtp:
                 raise BackendError(f"unexpected tensor {raw_name!r} in {file.name}: one MTP layer is supported")
-        cache.put(file, fresh)
+        cache.put(key, fresh)
     cache.save()
     _check_complete(wanted, hashes, config, with_mtp)
     if config.tie_word_embeddings:
@@ -81,10 +88,12 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise BackendError(f"cannot read {index}: {error!r}") from None
-        files = [directory / name for name in names]
+            names = _Index.model_validate_json(index.read_bytes()).weight_map.values()
+        except ValidationError as error:
+            raise BackendError(f"cannot read {index}: {error.errors()[0]['msg']}") from None
+        except OSError as error:
+            raise BackendError(f"cannot read {index}: {error}") from None
+        files = [directory / name for name in sorted(set(names))]
     else:
         files = [directory / "model.safetensors"]
     for file in files:
@@ -129,7 +138,7 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, device: torch.device, d
 def _check_complete(
     wanted: dict[str, tuple[int, ...]], found: dict[str, TensorHash], config: ModelConfig, with_mtp: bool
 ) -> None:
-    if with_mtp and "mtp.fc.weight" not in found:
+    if with_mtp and not any(name.startswith("mtp.") for name in found):
         raise BackendError("the checkpoint ships no mtp.* tensors, so it has no MTP drafter: use --drafter none")
     missing = [name for name in wanted if name not in found]
     if missing:
