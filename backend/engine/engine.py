@@ -35,6 +35,8 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._known: dict[str, Sequence] = {}
+        # Whoever ends admission holds it, so that no sequence slips in behind the drain and waits for ever.
+        self._admission = threading.Lock()
         self._closing = False
         self._failure: BackendError | None = None
         self._loaded: Future[None] = Future()
@@ -42,23 +44,25 @@ class Engine:
         self.counts = SpeculationCounts(draft_slots)
 
     def start(self) -> None:
-        """Load on the engine thread; returns once it decodes. Raises the loader's BackendError."""
+        """Load on the engine thread; returns once it decodes. Raises BackendError when loading fails."""
         self._thread.start()
         self._loaded.result()
 
     def close(self) -> None:
         """Cancel everything and end the thread."""
-        self._closing = True
+        with self._admission:
+            self._closing = True
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; its `on_emission` hears of everything after. Raises BackendUnavailable when closed."""
-        if self._closing or self._failure:
-            raise BackendUnavailable(str(self._failure or "the engine is shutting down"))
-        self._known[sequence.id] = sequence
-        self._inbox.put(sequence)
+        with self._admission:
+            if self._closing or self._failure:
+                raise BackendUnavailable(str(self._failure or "the engine is shutting down"))
+            self._known[sequence.id] = sequence
+            self._inbox.put(sequence)
 
     def cancel(self, sequence_id: str) -> None:
         """End a sequence before its next step; unknown ids do nothing."""
@@ -81,19 +85,28 @@ class Engine:
         try:
             speculation = self._load()
         except BaseException as error:
-            self._failure = error if isinstance(error, BackendError) else BackendError(f"loading failed: {error}")
-            self._loaded.set_exception(error)
-            return
-        self._loaded.set_result(None)
-        with torch.inference_mode():
-            while not self._closing:
-                try:
-                    self._turn(speculation)
-                except Exception as error:
-                    log.exception("engine turn failed")
-                    self._failure = BackendError(f"the engine failed: {error}")
-                    break
-        self._drain("cancelled" if self._failure is None else "error")
+            if not isinstance(error, BackendError):
+                log.exception("loading failed")
+            self._fail("loading failed", error)
+            self._loaded.set_exception(self._failure)
+        else:
+            self._loaded.set_result(None)
+            self._run(speculation)
+        self._drain()
+
+    @torch.inference_mode()
+    def _run(self, speculation: Speculation) -> None:
+        while not self._closing:
+            try:
+                self._turn(speculation)
+            except Exception as error:
+                log.exception("engine turn failed")
+                self._fail("the engine failed", error)
+                return
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        with self._admission:
+            self._failure = error if isinstance(error, BackendError) else BackendError(f"{what}: {error}")
 
     def _turn(self, speculation: Speculation) -> None:
         self._receive(block=not self._running and not self._waiting)
@@ -146,10 +159,10 @@ class Engine:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def _drain(self, reason: str) -> None:
+    def _drain(self) -> None:
         self._receive(block=False)
         for sequence in [*self._running, *self._waiting]:
-            if reason == "error":
+            if self._failure:
                 sequence.end("error", str(self._failure))
             else:
                 sequence.end("cancelled")

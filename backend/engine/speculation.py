@@ -12,7 +12,7 @@ from backend.engine.forms import GRID
 from backend.engine.runner import Rows, Runner
 from backend.engine.sampling import token_logprobs
 from backend.engine.sequence import Emission, EmittedToken, Sequence
-from backend.interface import Step
+from backend.interface import GenerationFailed, Step
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,15 @@ class Speculation:
     def _emit(self, sequence: Sequence, rows: Rows, drafts: list[int]) -> int:
         """Choose the target's tokens until one differs from its draft or ends the sequence; returns how many."""
         from_prefill = not sequence.tokens
-        text, tokens, accepted = "", [], 0
+        text, accepted = "", 0
+        tokens: list[EmittedToken] = []
         for row, logits in enumerate(rows.logits):
-            token = sequence.sampler.choose(logits, sequence.length)
+            try:
+                token = sequence.sampler.choose(logits, sequence.length)
+            except GenerationFailed:
+                if not tokens:
+                    raise
+                break  # what was chosen before it is told first; the next step meets the same row and fails there
             logprob, alternatives = token_logprobs(logits, token, sequence.alternatives)
             tokens.append(EmittedToken(token, logprob, alternatives))
             text += sequence.append(tokens[-1])
