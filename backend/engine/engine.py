@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import torch
 
-from backend.engine.sequence import Sequence
+from backend.engine.sequence import Emission, Sequence
 from backend.engine.speculation import Speculation
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import BackendError, BackendUnavailable
@@ -61,6 +61,7 @@ class Engine:
         with self._admission:
             if self._closing or self._failure:
                 raise BackendUnavailable(str(self._failure or "the engine is shutting down"))
+            sequence.on_emission = self._behind_the_books(sequence)
             self._known[sequence.id] = sequence
             self._inbox.put(sequence)
 
@@ -79,7 +80,22 @@ class Engine:
         """Sequences running, sequences waiting, and tokens the running ones hold in their caches."""
         running = list(self._running)
         held = sum(sequence.prefilled + len(sequence.tokens) for sequence in running)
-        return len(running), len(self._waiting) + self._inbox.qsize(), held
+        return len(running), max(len(self._known) - len(running), 0), held
+
+    def _behind_the_books(self, sequence: Sequence) -> Callable[[Emission], None]:
+        """The owner's callback, called once all it will tell is counted: who hears of an end sees it in the figures."""
+        tell, counted = sequence.on_emission, 0
+
+        def book_and_tell(emission: Emission) -> None:
+            nonlocal counted
+            for step in sequence.steps[counted:]:
+                self.counts.add(step)
+            counted = len(sequence.steps)
+            if emission.finish:
+                self._remove(sequence)
+            tell(emission)
+
+        return book_and_tell
 
     def _main(self) -> None:
         try:
@@ -130,14 +146,13 @@ class Engine:
     def _admit(self) -> None:
         for sequence in [s for s in (*self._running, *self._waiting) if s.cancelled]:
             sequence.end("cancelled")
-            self._forget(sequence)
+            sequence.release()
         while self._waiting and len(self._running) < self._max_sequences:
             sequence = self._waiting.popleft()
             sequence.admitted_at = time.monotonic()
             self._running.append(sequence)
 
     def _advance(self, run: Callable[[Sequence], None], sequence: Sequence) -> None:
-        steps = len(sequence.steps)
         try:
             run(sequence)
         except BackendError as error:
@@ -146,13 +161,10 @@ class Engine:
             # A fault of one sequence's step is that sequence's failure; the others' states are their own.
             log.exception("sequence %s failed", sequence.id)
             sequence.end("error", f"{type(error).__name__}: {error}")
-        for step in sequence.steps[steps:]:
-            self.counts.add(step)
         if sequence.finish:
-            self._forget(sequence)
+            sequence.release()
 
-    def _forget(self, sequence: Sequence) -> None:
-        sequence.cache = sequence.draft_state = None
+    def _remove(self, sequence: Sequence) -> None:
         self._known.pop(sequence.id, None)
         if sequence in self._running:
             self._running.remove(sequence)
@@ -166,4 +178,4 @@ class Engine:
                 sequence.end("error", str(self._failure))
             else:
                 sequence.end("cancelled")
-            self._forget(sequence)
+            sequence.release()

@@ -101,3 +101,7 @@ class Sequence:
         self.finished_at = time.monotonic()
         rest = self.text.finish()
         self.on_emission(Emission(rest.text, (), reason, error))
+
+    def release(self) -> None:
+        """Let go of its caches, once it has ended."""
+        self.cache = self.draft_state = None
