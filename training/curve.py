@@ -29,6 +29,7 @@ def _window(lines: list[dict[str, Any]]) -> dict[str, Any]:
         values = [line[name] for line in lines if name in line]
         if values:
             out[name] = _mean(values)
+    out |= {"documents": lines[0]["documents"]} if "documents" in lines[0] else {}
     for name in ("held_out", "held_out_hits"):
         values = [line[name] for line in lines if name in line]
         if values:

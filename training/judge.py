@@ -6,7 +6,6 @@ Acceptance alone can be fooled by a model that repeats itself, so repetition is 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,10 +15,9 @@ from backend.local import LocalBackend, LocalOptions
 from training import sources
 from training.conversation import Conversation
 from training.corpus import conversations
+from training.repetition import distinct_ratio, loops
 
 SLOTS = 4
-_GRAM = 4
-_LOOP_GRAM, _LOOP_COUNT = 8, 3
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,6 @@ def survival(steps: Sequence[Step], slots: int = SLOTS) -> tuple[tuple[float, ..
     accepted = [sum(step.accepted > s for step in steps) for s in range(slots)]
     surv = tuple(a / p if p else 0.0 for a, p in zip(accepted, proposed, strict=True))
     return surv, 1.0 + (sum(accepted) / len(steps) if steps else 0.0)
-
-
-def loops(ids: Sequence[int]) -> bool:
-    """Whether some 8 tokens in a row stand three times in the answer."""
-    counts = Counter(tuple(ids[i : i + _LOOP_GRAM]) for i in range(len(ids) - _LOOP_GRAM + 1))
-    return any(count >= _LOOP_COUNT for count in counts.values())
-
-
-def distinct_ratio(answers: Sequence[Sequence[int]]) -> float:
-    """Different 4-grams over all 4-grams, each answer counted by itself; 1.0 where there are none."""
-    grams = [[tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)] for ids in answers]
-    total = sum(map(len, grams))
-    return sum(len(set(found)) for found in grams) / total if total else 1.0
 
 
 def held_out_conversations(count: int, seed: int = 7) -> list[Conversation]:

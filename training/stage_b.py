@@ -20,6 +20,7 @@ from training.export import export
 from training.optimizer import Optimizer, Plan
 from training.own_answers import Documents, answer, prompts
 from training.recursion import SlotCounts, recursive_loss
+from training.repetition import loops
 from training.tiny import Prepared, prepare, trained_trunk
 
 Report = Callable[[str, int, int], None]  # what is going on, done, of how many
@@ -83,7 +84,8 @@ def _documents(directory: Path, kind: str, prepared: Prepared, settings: Setting
             settings.seed,
             partial(_report_answers, report, kind, done, count),
         )
-    documents = Documents.join(pairs)
+    # A loop is easy to foresee and long: it would crowd out what the head has to learn, and flatter its figures.
+    documents = Documents.join([(asked_ids, own) for asked_ids, own in pairs if not loops(own)])
     documents.save(path)
     return documents
 
@@ -152,7 +154,7 @@ def _train(
             lines.write(json.dumps(line) + "\n")
             lines.flush()
 
-        note(0, held_out_hits=hit_rates(model, held_out, settings))
+        note(0, documents=len(documents), held_out_hits=hit_rates(model, held_out, settings))
         step = 0
         while step < plan.steps:
             ids, own = next(stream)

@@ -16,7 +16,8 @@ from backend.models.qwen3_5 import Qwen35
 from training.cli import app, main
 from training.conversation import Conversation, Turn
 from training.export import export, model_config
-from training.judge import distinct_ratio, judge, loops, survival
+from training.judge import judge, survival
+from training.repetition import distinct_ratio, loops
 
 TINY = Path(backend.tiny.__file__).parent
 
