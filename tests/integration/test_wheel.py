@@ -24,7 +24,12 @@ PACKAGES = ("serve", "backend", "capture", "training")
 def run(*command: str | Path, cwd: Path) -> str:
     """Standard output of a command that must succeed."""
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean_environment(), capture_output=True, text=True, timeout=1200
+        [str(part) for part in command],
+        cwd=cwd,
+        env=clean_environment() | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -96,7 +101,7 @@ def loop(bin_: Path, outside: Path) -> None:
     assert all(Path(origin).is_relative_to(bin_.parent) for origin in origins), origins
 
     model = "tiny" if has_tiny else str(random_small().directory)
-    at = ["sh", "-c", 'cd "$0" && exec "$@"', str(outside)]
+    at = ["sh", "-c", 'unset PYTHONPATH && cd "$0" && exec "$@"', str(outside)]
     capture = outside / "capture.db"
     with running_process([*at, str(bin_ / "serve"), "--model", model, "--threads", "1"], capture) as server:
         answer = server.openai.chat.completions.create(
