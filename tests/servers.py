@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +28,12 @@ from serve.app import create_app
 from serve.server import bind, url
 from serve.service import Service
 from serve.settings import load
+from tests.checkpoints import Checkpoint
 from tests.fake_backend import FakeBackend, Script
 
 ROOT = Path(__file__).parents[1]
 CHAT = "/v1/chat/completions"
+MODEL = "under-test"
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
@@ -94,10 +98,10 @@ class ProcessServer(Server):
         return self.process.wait(seconds)
 
 
-def clients(base: str, stack: ExitStack) -> tuple[httpx.Client, openai.OpenAI]:
-    http = stack.enter_context(httpx.Client(base_url=base, timeout=20))
-    client = stack.enter_context(openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20))
-    return http, client
+def clients(base: str, stack: ExitStack, timeout: float = 20.0) -> tuple[httpx.Client, openai.OpenAI]:
+    http = stack.enter_context(httpx.Client(base_url=base, timeout=timeout))
+    client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=timeout)
+    return http, stack.enter_context(client)
 
 
 @contextmanager
@@ -130,6 +134,43 @@ def clean_environment() -> dict[str, str]:
     """This process' environment without settings that would reach the server."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTLOOP_")}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def running_process(command: Sequence[str], capture: Path, seconds: float = 60.0) -> Iterator[ProcessServer]:
+    """A server process on a free port, ready when this returns, killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--capture", str(capture)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=clean_environment(),
+    )
+    output: list[str] = []
+    reader = threading.Thread(target=lambda: [output.append(line) for line in process.stdout or ()])
+    reader.start()
+
+    def address() -> str | None:
+        assert process.poll() is None, f"the server ended: {''.join(output)}"
+        found = re.search(r"at (http://\S+?),", "".join(output))
+        return found and found[1]
+
+    try:
+        with ExitStack() as stack:
+            base = eventually(address, seconds)
+            http, client = clients(base, stack, timeout=60)
+            yield ProcessServer(base, capture, http, client, process, output)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+
+
+def serve_command(checkpoint: Checkpoint, *flags: str) -> list[str]:
+    """`serve` on a checkpoint, from this source tree; the API calls the model MODEL."""
+    run = [sys.executable, "-c", "from serve.cli import main; main()"]
+    return [*run, "--model", str(checkpoint.directory), "--served-model-name", MODEL, "--threads", "1", *flags]
 
 
 class Lock:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.servers import ROOT, AppServer, ProcessServer, clean_environment, clients, eventually, running_app
+from tests.checkpoints import Checkpoint, has_tiny, random_qwen, tiny
+from tests.servers import AppServer, ProcessServer, running_app, running_process, serve_command
 
 
 @pytest.fixture
@@ -29,34 +27,36 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., AppServer]]:
 
 @pytest.fixture
 def serve_process(tmp_path: Path) -> Iterator[Callable[..., ProcessServer]]:
-    """Start a server process: `serve_process(*flags, module="tests.fake_backend")`, ready when this returns."""
+    """Start a server process over the fake backend: `serve_process(*flags)`, ready when this returns."""
     with ExitStack() as stack:
 
-        def start(*flags: str, module: str = "tests.fake_backend", seconds: float = 60.0) -> ProcessServer:
-            path = tmp_path / "capture.db"
-            command = [sys.executable, "-m", module, "--port", "0", "--capture", str(path), *flags]
-            process = subprocess.Popen(
-                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=clean_environment()
-            )
-            output: list[str] = []
-
-            reader = threading.Thread(target=lambda: [output.append(line) for line in process.stdout or ()])
-            reader.start()
-
-            def stop() -> None:
-                process.kill()
-                process.wait()
-                reader.join()
-
-            stack.callback(stop)
-
-            def address() -> str | None:
-                assert process.poll() is None, f"the server ended: {''.join(output)}"
-                found = re.search(r"at (http://\S+?),", "".join(output))
-                return found and found[1]
-
-            base = eventually(address, seconds)
-            http, client = clients(base, stack)
-            return ProcessServer(base, path, http, client, process, output)
+        def start(*flags: str) -> ProcessServer:
+            command = [sys.executable, "-m", "tests.fake_backend", *flags]
+            return stack.enter_context(running_process(command, tmp_path / "capture.db"))
 
         yield start
+
+
+@pytest.fixture
+def serve_model(tmp_path: Path) -> Iterator[Callable[..., ProcessServer]]:
+    """Start `serve` on a checkpoint: `serve_model(checkpoint, *flags)`; all of a test's servers share its file."""
+    with ExitStack() as stack:
+
+        def start(checkpoint: Checkpoint, *flags: str) -> ProcessServer:
+            return stack.enter_context(running_process(serve_command(checkpoint, *flags), tmp_path / "capture.db"))
+
+        yield start
+
+
+@pytest.fixture(scope="session", params=[random_qwen, *([tiny] if has_tiny else [])], ids=lambda make: make.__name__)
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    """Each checkpoint that whole answers are tried on."""
+    made: Checkpoint = request.param()
+    return made
+
+
+@pytest.fixture(scope="session")
+def model_server(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
+    """One running `serve` on the checkpoint for every test that only asks it things."""
+    with running_process(serve_command(checkpoint), tmp_path_factory.mktemp("model") / "capture.db") as server:
+        yield server

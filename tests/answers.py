@@ -1,0 +1,112 @@
+"""An answer as a client of the `openai` package has it in the end, whole or streamed, in one shape to compare."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tests.servers import MODEL
+
+OURS = ("top_k", "min_p", "chat_template_kwargs")  # parameters that the package does not know
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`pieces`: the content as it was streamed; one piece where it was not. `tokens`: (bytes, logprob, alternatives)."""
+
+    id: str
+    pieces: tuple[str, ...]
+    reasoning: str
+    finish_reason: str
+    tokens: tuple[Any, ...]
+    usage: dict[str, Any]
+    timings: dict[str, Any]
+
+    @property
+    def row_id(self) -> str:
+        return self.id.removeprefix("chatcmpl-")
+
+    @property
+    def content(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """All that must be the same whenever the same is asked; not the id, not how long it took."""
+        return self.content, self.reasoning, self.finish_reason, self.tokens, self.usage
+
+
+def body(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Arguments of `completions.create`; `content` is a user's message or a list of messages."""
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    ours = {name: more.pop(name) for name in OURS if name in more}
+    return {"model": MODEL, "messages": messages, "extra_body": ours, **more}
+
+
+def whole(client: openai.OpenAI, content: Any, **more: Any) -> Answer:
+    """Ask for the answer in one piece."""
+    return of_completion(client.chat.completions.create(**body(content, **more)))
+
+
+def streamed(client: openai.OpenAI, content: Any, **more: Any) -> Answer:
+    """Ask for the answer as a stream, with its usage."""
+    return of_chunks(client.chat.completions.create(**_as_stream(content, **more)))
+
+
+async def streamed_async(client: openai.AsyncOpenAI, content: Any, **more: Any) -> Answer:
+    """`streamed`, beside others."""
+    chunks: AsyncIterable[ChatCompletionChunk] = await client.chat.completions.create(**_as_stream(content, **more))
+    return of_chunks([chunk async for chunk in chunks])
+
+
+def _as_stream(content: Any, **more: Any) -> dict[str, Any]:
+    return {**body(content, **more), "stream": True, "stream_options": {"include_usage": True}}
+
+
+def of_completion(completion: ChatCompletion) -> Answer:
+    (choice,) = completion.choices
+    assert completion.usage is not None
+    return Answer(
+        id=completion.id,
+        pieces=(choice.message.content or "",),
+        reasoning=(choice.message.model_extra or {}).get("reasoning_content", ""),
+        finish_reason=choice.finish_reason,
+        tokens=_tokens(choice.logprobs),
+        usage=completion.usage.model_dump(exclude_unset=True),
+        timings=(completion.model_extra or {})["timings"],
+    )
+
+
+def of_chunks(chunks: Iterable[ChatCompletionChunk]) -> Answer:
+    """Joins the chunks, and holds them to OpenAI's order: role first, then text, an empty end, then usage."""
+    *middle, end, last = chunks
+    deltas = [chunk.choices[0] for chunk in middle]
+    assert (deltas[0].delta.role, deltas[0].delta.content) == ("assistant", "")
+    assert all(choice.finish_reason is None for choice in deltas)
+    assert end.choices[0].delta.model_dump(exclude_unset=True) == {}
+    assert not last.choices
+    assert last.usage is not None
+    assert len({chunk.id for chunk in (*middle, end, last)}) == 1
+    return Answer(
+        id=last.id,
+        pieces=tuple(choice.delta.content or "" for choice in deltas),
+        reasoning="".join((choice.delta.model_extra or {}).get("reasoning_content", "") for choice in deltas),
+        finish_reason=str(end.choices[0].finish_reason),
+        tokens=tuple(token for choice in deltas for token in _tokens(choice.logprobs)),
+        usage=last.usage.model_dump(exclude_unset=True),
+        timings=(end.model_extra or {})["timings"],
+    )
+
+
+def _tokens(logprobs: Any) -> tuple[Any, ...]:
+    """(bytes, logprob, ((bytes, logprob) of each alternative)) of each token."""
+    if logprobs is None:
+        return ()
+    return tuple(
+        (bytes(token.bytes), token.logprob, tuple((bytes(a.bytes), a.logprob) for a in token.top_logprobs))
+        for token in logprobs.content
+    )
