@@ -151,8 +151,8 @@ class Rehearsal:
 
     def propose(self, state: list[int], count: int, choose: Choose) -> list[int]:
         left = range(len(state), 0, -1)
-        # With these two periods blocks of four meet their first wrong token in every slot, and meet none.
-        return [abs(t - 1) if n % 4 == 0 or n % 7 == 0 else t for t, n in zip(state[:count], left, strict=False)]
+        # Gaps of 4, 3, 2, 1 between wrong tokens: blocks meet their first one in every slot, and meet none.
+        return [abs(t - 1) if n % 10 in (0, 1, 3, 6) else t for t, n in zip(state[:count], left, strict=False)]
 
 
 @dataclass(frozen=True)
