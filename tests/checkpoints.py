@@ -61,15 +61,14 @@ def random_endless() -> Checkpoint:
 
 
 @cache
-def without_mtp() -> Checkpoint:
-    """The very trunk of `random_small`, shipped without its MTP head."""
-    source = random_small()
-    directory = _place("random-headless")
+def without_mtp(source: Checkpoint) -> Checkpoint:
+    """The very same trunk, shipped without its MTP head."""
+    directory = _place(f"{source.name}-headless")
     shutil.copytree(source.directory, directory, dirs_exist_ok=True)
     weights = load_file(directory / "model.safetensors")
     trunk = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
     save_file(trunk, directory / "model.safetensors")
-    return Checkpoint("random-headless", directory, thinks=False)
+    return Checkpoint(f"{source.name}-headless", directory, thinks=source.thinks)
 
 
 def tiny() -> Checkpoint:

@@ -52,9 +52,7 @@ def test_usage_and_text_are_those_of_the_tokenizer(
     for seed in range(3):
         asked = {**SAMPLED, **thinking(thinks), **TOKENS, "seed": seed, "max_tokens": 32}
         answer = whole(model_server.openai, QUESTION, **asked)
-        prompt = checkpoint.tokenizer.encode_chat(
-            [{"role": "user", "content": QUESTION}], {"enable_thinking": thinks}
-        )
+        prompt = checkpoint.tokenizer.encode_chat([{"role": "user", "content": QUESTION}], {"enable_thinking": thinks})
         row = row_of(model_server, answer)
         ids = row.completion_tokens.tolist()
         assert row.prompt_tokens.tolist() == list(prompt.ids)
@@ -120,9 +118,7 @@ def test_max_tokens_cuts_the_answer_and_changes_nothing_before(model_server: Pro
 
 
 def test_the_models_own_end_is_counted_and_not_shown(model_server: ProcessServer, checkpoint: Checkpoint) -> None:
-    answers = (
-        whole(model_server.openai, QUESTION, **thinking(False), seed=seed, max_tokens=400) for seed in range(20)
-    )
+    answers = (whole(model_server.openai, QUESTION, **thinking(False), seed=seed, max_tokens=400) for seed in range(20))
     answer = next(answer for answer in answers if answer.finish_reason == "stop")
     *before, last = row_of(model_server, answer).completion_tokens.tolist()
     assert last in checkpoint.tokenizer.eos_ids

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,25 @@ def test_drafts_are_both_accepted_and_rejected(two_drafts: Mapping[str, Any]) ->
     assert all(len(timings["draft_n_per_pos"]) <= 2 for timings in two_drafts["timings"])
 
 
-@pytest.mark.parametrize("flags", ["", "--draft-tokens 0", "--draft-tokens 5", "--drafter none"])
-def test_another_start_another_length_and_no_drafter_say_the_same(
-    two_drafts: Mapping[str, Any], model: Checkpoint, tmp_path: Path, flags: str
+@pytest.mark.parametrize(
+    ("flags", "drafter", "slots"),
+    [("", "mtp", 2), ("--draft-tokens 0", "mtp", 0), ("--draft-tokens 5", "mtp", 5), ("--drafter none", "none", 0)],
+    ids=["another start", "no drafts", "five drafts", "no drafter"],
+)
+def test_a_server_started_otherwise_says_the_same(
+    two_drafts: Mapping[str, Any], model: Checkpoint, tmp_path: Path, flags: str, drafter: str, slots: int
 ) -> None:
     other = ask_everything(tmp_path, model, *flags.split())
     assert other["said"] == two_drafts["said"]
     assert other["bits"] == two_drafts["bits"]
     assert other["fingerprint"] == two_drafts["fingerprint"]
-    slots = {"": 2, "--draft-tokens 0": 0, "--draft-tokens 5": 5, "--drafter none": 0}[flags]
     assert max(len(timings["draft_n_per_pos"]) for timings in other["timings"]) == slots
-    assert {timings["drafter"] for timings in other["timings"]} == {"none" if "none" in flags else "mtp"}
+    assert {timings["drafter"] for timings in other["timings"]} == {drafter}
+
+
+def test_a_trunk_shipped_without_its_head_says_the_same(
+    two_drafts: Mapping[str, Any], model: Checkpoint, tmp_path: Path
+) -> None:
+    headless = ask_everything(tmp_path, without_mtp(model), "--drafter", "none")
+    assert headless["bits"] == two_drafts["bits"]
+    assert headless["fingerprint"] == two_drafts["fingerprint"]
