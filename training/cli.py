@@ -115,6 +115,9 @@ def _judgement_table(found: list[Judgement]) -> Table:
     for slot in range(len(found[0].surv)):
         table.add_row(f"surv {slot}", *(f"{one.surv[slot]:.3f}" for one in found))
     table.add_row("acceptance length τ", *(f"{one.tau:.2f}" for one in found))
+    for slot in range(len(found[0].surv)):
+        table.add_row(f"surv {slot}, looping answers left out", *(f"{one.surv_steady[slot]:.3f}" for one in found))
+    table.add_row("τ, looping answers left out", *(f"{one.tau_steady:.2f}" for one in found))
     table.add_row("distinct 4-grams", *(f"{one.distinct:.3f}" for one in found))
     table.add_row("looping answers", *(str(one.looping) for one in found))
     table.add_row("unfinished answers", *(str(one.unfinished) for one in found))
@@ -128,7 +131,7 @@ def _bar() -> Bar:
 
 
 def main() -> None:
-    """Entry point: errors made on purpose are one line on stderr and exit code 1."""
+    """Entry point: errors made on purpose are one line on stderr and exit code 2."""
     from backend.interface import BackendError
     from training.pretrain import TrainingError
     from training.sources import SourceError
@@ -137,7 +140,7 @@ def main() -> None:
         app()
     except (BackendError, SourceError, TrainingError) as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

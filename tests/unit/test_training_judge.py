@@ -67,13 +67,13 @@ def test_a_random_model_is_judged_unfinished_and_undraftable(checkpoint: Path) -
     json.dumps(greedy.as_json())
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["training", "judge", "--model", "/nowhere/at/all", "--prompts", "1"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: no model at")
 
 
