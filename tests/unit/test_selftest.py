@@ -77,7 +77,7 @@ def test_a_sound_checkpoint_passes_and_every_figure_is_shown() -> None:
 
 
 def test_a_checkpoint_without_mtp_is_checked_without_it_and_says_so() -> None:
-    code, text = told(options(checkpoints.without_mtp().directory))
+    code, text = told(options(checkpoints.without_mtp(checkpoints.random_small()).directory))
     assert code == 0, text
     assert "Checked without a drafter: the checkpoint ships no mtp.* tensors" in text
     assert "K = 3, known answers" in text
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_read_is_the_loaders_error(tmp_path: Path) -
 
 
 def test_logits_that_are_not_numbers_fail_in_one_line(tmp_path: Path) -> None:
-    for file in checkpoints.without_mtp().directory.iterdir():
+    for file in checkpoints.without_mtp(checkpoints.random_small()).directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
