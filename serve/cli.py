@@ -122,9 +122,8 @@ def _local_options(settings: Settings) -> LocalOptions:
 
 
 def _selftest(settings: Settings) -> int:
-    from backend.selftest import run
-
     from backend.interface import BackendError
+    from backend.selftest import run
 
     try:
         return int(run(_local_options(settings)))

@@ -26,8 +26,9 @@ from backend.engine.runner import Runner
 from backend.engine.sampling import SamplingParams
 from backend.engine.speculation import Speculation
 from backend.models.layers import Linear
+from backend.models.weights import load_model
 from backend.ops.linear import RowTile
-from tests import factory
+from tests import checkpoints, factory
 from tests.decoding import Outcome, Request, ScriptedDrafter, decode
 from tests.factory import WIDTHS_08B, Shape
 
@@ -122,6 +123,42 @@ def test_output_is_bitwise_the_same_over_32_prompts_of_64_tokens(
     shape: Shape, dtype: torch.dtype, thread_count: int
 ) -> None:
     check(make_runner(shape, dtype, thread_count), shape, requests(shape, 32, 64), LENGTHS, LENGTHS)
+
+
+QUESTIONS = (
+    "What does os.path.join do?",
+    "List the parameters of `shutil.copytree`.",
+    "Show the signature of `textwrap.wrap`.",
+    "How do I import `Counter`?",
+    "Write a function that adds two numbers.",
+    "Hi",
+)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("thread_count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_bundled_models_own_drafts_change_nothing(dtype: torch.dtype, thread_count: int) -> None:
+    """The same on a trained model, whose MTP head is accepted often: answers end by themselves inside blocks."""
+    torch.set_num_threads(thread_count)
+    bundled = checkpoints.tiny()
+    runner = Runner(load_model(bundled.directory, torch.device("cpu"), dtype, with_mtp=True).model)
+    with torch.inference_mode():
+        assert probe(runner).lawful
+    wanted = [
+        Request(bundled.tokenizer.encode_chat([{"role": "user", "content": question}], {}).ids, params, 64, eos)
+        for question in QUESTIONS
+        for params in (SamplingParams(temperature=0), SamplingParams(temperature=0.7, top_p=0.9, seed=len(question)))
+        for eos in [bundled.tokenizer.eos_ids]
+    ]
+    plain = decode(runner, None, 0, wanted)
+    assert "stop" in {outcome.finish for outcome in plain}
+    accepted: set[int] = set()
+    for length in LENGTHS:
+        own = decode(runner, MTPDrafter(runner.model, "x"), length, wanted)
+        assert differences(plain, own) == 0, f"K = {length}"
+        accepted |= {step.accepted for outcome in own for step in outcome.steps}
+    assert accepted >= {0, 1, 2, 3}
 
 
 # -- mutants: each breaks the law in one way, and the same comparison must see it -----------------------------------
