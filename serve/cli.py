@@ -158,7 +158,7 @@ def _run(settings: Settings) -> int:
             )
             typer.echo(
                 f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-                """-d '{"messages": [{"role": "user", "content": "What does len() do?"}]}'"""
+                """-d '{"messages": [{"role": "user", "content": "Write a function that reverses a string."}]}'"""
             )
 
         flushed = asyncio.run(server.run(api, listener, grace=settings.shutdown_grace, on_ready=greet))
