@@ -34,13 +34,16 @@ class Sample:
 @dataclass(frozen=True)
 class Judgement:
     """Figures of one temperature. `surv[s]`: A_s / P_s; `tau`: 1 + Σ A_s / verify steps; `distinct`: different 4-grams
-    over all 4-grams, counted inside each answer; `looping`: answers in which an 8-gram stands three times."""
+    over all 4-grams, counted inside each answer; `looping`: answers in which an 8-gram stands three times;
+    `surv_steady`, `tau_steady`: the same figures over the other answers."""
 
     temperature: float
     answers: int
     tokens: int
     surv: tuple[float, ...]
     tau: float
+    surv_steady: tuple[float, ...]
+    tau_steady: float
     distinct: float
     looping: int
     unfinished: int
@@ -117,6 +120,8 @@ async def _result(backend: LocalBackend, request: ChatRequest) -> Result:
 def summarise(temperature: float, conversations: Sequence[Conversation], results: Sequence[Result]) -> Judgement:
     """The figures of one temperature's results, in the conversations' order."""
     surv, tau = survival([step for result in results for step in result.steps])
+    steady = [step for result in results if not loops(result.completion_ids) for step in result.steps]
+    surv_steady, tau_steady = survival(steady)
     samples = tuple(
         Sample(
             conversation.turns[-1].question,
@@ -133,6 +138,8 @@ def summarise(temperature: float, conversations: Sequence[Conversation], results
         tokens=sum(sample.tokens for sample in samples),
         surv=surv,
         tau=tau,
+        surv_steady=surv_steady,
+        tau_steady=tau_steady,
         distinct=distinct_ratio([result.completion_ids for result in results]),
         looping=sum(sample.loops for sample in samples),
         unfinished=sum(sample.finish != "stop" for sample in samples),

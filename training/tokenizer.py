@@ -80,4 +80,6 @@ def train(texts: Iterable[str], size: int = VOCABULARY) -> Qwen3_5Tokenizer:
 
 def save(tokenizer: Qwen3_5Tokenizer, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json."""
+    for how_it_was_loaded in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(how_it_was_loaded, None)
     tokenizer.save_pretrained(directory)

@@ -57,3 +57,10 @@ def test_answers_in_one_batch_are_those_of_each_prompt_alone(directory: Path, mo
     together = answer(directory, prompts, 0.0, 0, lambda done: None)
     alone = [answer(directory, [prompt], 0.0, 0, lambda done: None)[0] for prompt in prompts]
     assert together == alone
+
+
+def test_the_bundled_weights_are_of_the_recipes_shape_and_size(tokenizer: Any) -> None:
+    folder = Path(backend.tiny.__file__).parent
+    bundled = load_model(folder, torch.device("cpu"), torch.bfloat16, with_mtp=True)
+    assert bundled.config == model_config(tokenizer)
+    assert (folder / "model.safetensors").stat().st_size <= 14e6

@@ -93,3 +93,16 @@ def test_stage_b_without_stage_a_is_one_clear_error(
     with pytest.raises(SystemExit):
         main()
     assert "run stage a first" in capsys.readouterr().err
+
+
+def test_the_bundled_model_ends_its_answers_and_foresees_them() -> None:
+    asked = [
+        Conversation((Turn(question, ""),))
+        for question in ("Who are you?", "What is a list?", "Write a function that reverses a string.")
+    ]
+    (greedy,) = judge("tiny", asked, (0.0,))
+    assert (greedy.unfinished, greedy.looping) == (0, 0)
+    assert greedy.surv[0] > 0.6
+    assert greedy.surv[1] > 0.4
+    assert "draftloop" in greedy.samples[0].answer
+    assert "return text[::-1]" in greedy.samples[2].answer

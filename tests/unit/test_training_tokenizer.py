@@ -75,6 +75,12 @@ def test_the_same_texts_give_the_same_tokenizer(tmp_path: Path) -> None:
     assert (tmp_path / "one/tokenizer.json").read_bytes() == (tmp_path / "two/tokenizer.json").read_bytes()
 
 
+def test_saving_a_loaded_tokenizer_changes_no_byte(tmp_path: Path, bundled: Any) -> None:
+    save(bundled, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (Path(backend.tiny.__file__).parent / name).read_bytes()
+
+
 def test_too_little_text_for_the_size_is_refused() -> None:
     with pytest.raises(ValueError, match="are needed"):
         train(["a b"], size=VOCABULARY)
