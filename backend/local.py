@@ -136,6 +136,7 @@ class LocalBackend:
             raise BackendError(f"draft_tokens is {options.draft_tokens}: expected 0 to 8")
         self._options = options
         self._loaded: Loaded | None = None
+        self._encoding: set[str] = set()  # requests still wanted whose prompt is being made: the engine knows none yet
         slots = options.draft_tokens if options.drafter != "none" else 0
         self._engine = Engine(self._load, max_sequences=options.max_num_seqs, draft_slots=slots)
 
@@ -199,11 +200,17 @@ class LocalBackend:
         )
 
     def cancel(self, request_id: str) -> None:
+        self._encoding.discard(request_id)
         self._engine.cancel(request_id)
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         loaded = self._ready
-        prompt = await asyncio.to_thread(loaded.tokenizer.encode_chat, request.messages, request.template_kwargs)
+        self._encoding.add(request.id)
+        try:
+            prompt = await asyncio.to_thread(loaded.tokenizer.encode_chat, request.messages, request.template_kwargs)
+        finally:
+            wanted = request.id in self._encoding
+            self._encoding.discard(request.id)
         loop = asyncio.get_running_loop()
         emissions: asyncio.Queue[Emission] = asyncio.Queue()
 
@@ -212,6 +219,7 @@ class LocalBackend:
                 loop.call_soon_threadsafe(emissions.put_nowait, emission)
 
         sequence = self._sequence(request, prompt, deliver)
+        sequence.cancelled = not wanted
         self._engine.submit(sequence)
         answer = _Answer(loaded, prompt, sequence, request.sampling.stop)
         try:
