@@ -16,7 +16,7 @@ OURS = ("top_k", "min_p", "chat_template_kwargs")  # parameters that the package
 
 @dataclass(frozen=True)
 class Answer:
-    """`pieces`: the content as it was streamed; one piece where it was not. `tokens`: (bytes, logprob, alternatives)."""
+    """`pieces`: the content as it was streamed, one where it was not. `tokens`: (bytes, logprob, alternatives)."""
 
     id: str
     pieces: tuple[str, ...]
