@@ -139,8 +139,12 @@ def transformers_model(directory: Path, loaded: Loaded) -> Any:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Tokens per second of each way to decode, a figure a round; acceptance length per draft length."""
+    """Tokens per second of each way to decode, a figure a round; acceptance length per draft length.
 
+    `tokens`: those counted in one round at K = 0, over all prompts.
+    """
+
+    tokens: int
     rates: dict[str, list[float]]
     acceptance_lengths: dict[str, float]
 
@@ -164,7 +168,7 @@ def measure_decoding(directory: Path, options: LocalOptions, tokens: int, rounds
             steps = [step for a in given for step in a.steps]
             if steps:
                 lengths[name] = 1 + sum(step.accepted for step in steps) / len(steps)
-    return Decoding(rates, lengths)
+    return Decoding(sum(a.tokens for a in answers["K = 0"]), rates, lengths)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,10 @@ def stream(server: ProcessServer, content: str, tokens: int) -> Iterator[dict[st
 
 def decoding_table(decoding: Decoding) -> Table:
     rates = decoding.rates
-    table = Table(title=f"Greedy decoding of {len(PROMPTS)} prompts", caption="tok/s: tokens after each answer's first")
+    table = Table(
+        title=f"Greedy decoding of {len(PROMPTS)} prompts",
+        caption=f"tokens after each answer's first: {decoding.tokens} a round",
+    )
     for column in ("", "tok/s", "× K = 0", f"× {REFERENCE}", "τ"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, rounds in rates.items():
