@@ -244,7 +244,7 @@ class LocalBackend:
         if asked.max_tokens is not None and asked.max_tokens > room:
             raise InvalidRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens, but {len(prompt.ids)} "
-                f"(prompt) + {asked.max_tokens} (max_tokens) were asked for.",
+                f"(prompt) + {asked.max_tokens} (answer) were asked for.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -18,7 +18,7 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message as AsgiMessage
 
-from backend.interface import BackendError, ChatRequest, Result, SamplingRequest, TokenInfo
+from backend.interface import BackendError, ChatRequest, InvalidRequest, Result, SamplingRequest, TokenInfo
 from serve import body
 from serve.errors import ApiError, from_backend, internal, unavailable
 from serve.generation import Generation
@@ -71,7 +71,12 @@ async def create_chat_completion(request: Request) -> Response:
         generation=service.generate(_chat_request(call, origin.id), origin),
     )
     # Nothing is sent before the first event: until then a refusal can still have its own status.
-    await _while_connected(request, answer.generation, answer.generation.begin())
+    try:
+        await _while_connected(request, answer.generation, answer.generation.begin())
+    except InvalidRequest as error:
+        if error.param == "max_tokens" and call.max_completion_tokens is not None:
+            error.param = "max_completion_tokens"  # the backend knows one name of the limit, the API two
+        raise
     if call.stream:
         return answer.stream()
     completion = await _while_connected(request, answer.generation, answer.whole())
