@@ -76,6 +76,7 @@ class Run:
     answers: list[Answer]
     opted_out: list[dict[str, Any]]  # timings
     cancelled: Generation
+    rows: list[Generation]  # of `answers`
     before: Samples
     after: Samples
 
@@ -120,7 +121,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         eventually(lambda: server.metric("request_success_total", finished_reason="cancelled") == 1)
         after = scrape(server)
         assert time.monotonic() - began < 55, "too slow for everything to be recent"
-        return Run(answers, opted_out, cancelled, before, after)
+        rows = {row.id: row for row in server.rows()}
+        return Run(answers, opted_out, cancelled, [rows[answer.row_id] for answer in answers], before, after)
 
 
 def leave(server: ProcessServer) -> str:
@@ -144,6 +146,22 @@ def test_the_script_meets_every_case(run: Run) -> None:
     assert run.total("draft_n_accepted") < run.total("draft_n")
     # Near a limit fewer are drafted, so that the slots' denominators differ.
     assert run.at_slot("draft_n_per_pos", SLOTS - 1) < run.at_slot("draft_n_per_pos", 0)
+
+
+def test_every_step_proposes_what_there_is_room_for_and_accounts_for_its_tokens(run: Run) -> None:
+    """DESIGN §6 walked through by hand: the first token belongs to no step; what the end cuts off was not proposed."""
+    assert [len(row.steps) == 0 for row in run.rows] == [len(row.completion_tokens) == 1 for row in run.rows]
+    for row in (row for row in run.rows if row.steps):
+        told, limit = 1, row.parameters["max_tokens"]
+        *steps, last = row.steps
+        for drafted, accepted in steps:
+            assert drafted == min(SLOTS, limit - told - 1)
+            assert 0 <= accepted <= drafted
+            told += accepted + 1
+        left = len(row.completion_tokens) - told
+        assert left > 0
+        assert last[0] == min(SLOTS, limit - told - 1, left)
+        assert last[1] in (left - 1, left)
 
 
 def test_draft_counters_grow_by_the_sums_of_the_timings(run: Run) -> None:
