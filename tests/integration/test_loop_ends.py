@@ -167,7 +167,7 @@ def test_sigterm_lets_streams_finish_and_sends_new_ones_away(serve_model: Callab
             pool.submit(ask, server.openai, f"What is {i}?", **SAMPLED, max_tokens=tokens, seed=i)
             for i, ask in enumerate(manners)
         ]
-        eventually(lambda: load(server) == (3, 1) and server.metric("generation_tokens_total") > 10)
+        eventually(lambda: load(server) == (3, 1) and server.metric("generation_tokens_total") > 10, 20)
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.http.get("/ready").status_code == 503)
         for ask in (whole, streamed):
@@ -219,17 +219,17 @@ def test_what_outlasts_the_grace_becomes_cancelled_rows(serve_model: Callable[..
 
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(partial(ask, f"Go on {i}")) for i, ask in enumerate((read, wait))]
-        eventually(lambda: load(server) == (2, 0))
+        eventually(lambda: load(server) == (2, 0), 20)
         waiting = pool.submit(wait, "Am I next?")
-        eventually(lambda: load(server) == (2, 1) and server.metric("generation_tokens_total") > 10)
+        eventually(lambda: load(server) == (2, 1) and server.metric("generation_tokens_total") > 10, 20)
         began = time.monotonic()
         assert server.stop() == 0
-        assert 0.5 <= time.monotonic() - began < 10
+        assert 0.5 <= time.monotonic() - began < 15
         codes = [answer.result() for answer in (*running, waiting)]
     assert codes == ["shutting_down"] * 3
     rows = server.rows()
     assert [row.status for row in rows] == ["cancelled"] * 3
-    assert [len(row.completion_tokens) > 0 for row in rows] == [True, True, False]
+    assert sorted(len(row.completion_tokens) > 0 for row in rows) == [False, True, True]
     assert {row.id: row.response_text for row in rows if row.id in seen} == seen
     assert len(seen) == 1
     assert "Traceback" not in "".join(server.output)
