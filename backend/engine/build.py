@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from backend.engine.forms import DELTA_CHUNK, GRID
-from backend.engine.probe import ProbeReport
+from backend.engine.probe import ProbeReport, shape_of
 from backend.engine.runner import Runner
+from backend.models.layers import Linear
 
 
 def describe_build(runner: Runner, report: ProbeReport) -> dict[str, Any]:
     """JSON-ready facts: torch, device, CPU capability, threads, dtype, quantisation, kernels, grid, row tiles."""
-    device = runner.device
+    device, model = runner.device, runner.model
+    # The drafter's own projections have no part in what is emitted (law L2).
+    trunk = {shape_of(module) for module in (*model.model.modules(), model.lm_head) if isinstance(module, Linear)}
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -25,7 +28,7 @@ def describe_build(runner: Runner, report: ProbeReport) -> dict[str, Any]:
         "kernels": "reference",
         "prefill_grid": GRID,
         "delta_chunk": DELTA_CHUNK,
-        "row_tiles": report.as_json()["row_tiles"],
+        "row_tiles": {shape: tile for shape, tile in report.as_json()["row_tiles"].items() if shape in trunk},
     }
 
 

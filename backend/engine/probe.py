@@ -55,12 +55,17 @@ def probe(runner: Runner) -> ProbeReport:
     tiles: dict[str, RowTile] = {}
     for module in runner.model.modules():
         if isinstance(module, Linear):
-            outputs, inputs = module.weight.shape
-            shape = f"{inputs} x {outputs} {str(module.weight.dtype).removeprefix('torch.')}"
+            shape = shape_of(module)
             if shape not in tiles:
                 tiles[shape] = find_tile(module.weight)
             module.tile = tiles[shape]
     return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
+
+
+def shape_of(linear: Linear) -> str:
+    """What distinguishes projections to a kernel, as the report names it."""
+    outputs, inputs = linear.weight.shape
+    return f"{inputs} x {outputs} {str(linear.weight.dtype).removeprefix('torch.')}"
 
 
 def find_tile(weight: Tensor) -> RowTile:
