@@ -45,6 +45,7 @@ from backend.text.reasoning import ReasoningSplitter
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
+_WORTH_SHARING = 512  # hidden size
 CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
 
 
@@ -55,7 +56,7 @@ def default_model(device: str) -> str:
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """How to load and decode. `device` and `dtype` may be "auto"; `threads` None keeps torch's default."""
+    """How to load and decode. `device` and `dtype` may be "auto"; `threads` None leaves it to the model's size."""
 
     model: str = "tiny"
     device: str = "auto"  # auto | cpu | cuda[:N]
@@ -83,11 +84,10 @@ class Loaded:
 
 def load(options: LocalOptions) -> Loaded:
     """Weights, tokenizer, probe and drafter, on the calling thread. Raises BackendError in one line."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     directory = resolve_model(options.model)
+    torch.set_num_threads(options.threads or _default_threads(ModelConfig.from_directory(directory)))
     tokenizer = ChatTokenizer.load(directory)
     with_mtp = options.drafter == "mtp"
     loaded = load_model(directory, device, dtype, with_mtp=with_mtp)
@@ -106,6 +106,11 @@ def load(options: LocalOptions) -> Loaded:
     speculation = Speculation(runner, drafter, options.draft_tokens if drafter else 0)
     defaults = SamplingDefaults.load(directory)
     return Loaded(speculation, tokenizer, loaded.config, defaults, fingerprints, build, report)
+
+
+def _default_threads(config: ModelConfig) -> int:
+    """One for models whose products are too small to share: there the threads' waiting costs more than they save."""
+    return 1 if config.hidden_size < _WORTH_SHARING else torch.get_num_threads()
 
 
 def _device(name: str) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
@@ -25,6 +26,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 def main() -> None:
     """The console script."""
+    # Torch's threads spin while they wait for each other; where the cores are busy with other work, decoding then
+    # all but stops. It is read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         sys.exit(app(prog_name="serve", standalone_mode=False))
     except SettingsError as error:
