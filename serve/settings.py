@@ -38,7 +38,7 @@ class Settings(BaseSettings):
         "mtp", description="What proposes tokens: the model's MTP head, or nothing."
     )
     draft_tokens: int = Field(2, ge=0, le=8, description="Tokens proposed in each verify step, 0 to 8.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine. Unset: 1 for small models, else torch's choice.")
+    threads: int | None = Field(None, ge=1, description="CPU threads. Unset: 1 for small models, else torch's choice.")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and answer. Unset: the model's.")
     max_num_seqs: int = Field(16, ge=1, description="Most requests decoded at a time; further ones wait.")
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
