@@ -319,17 +319,17 @@ def _print_decodings(findings: Findings, console: Console) -> None:
     plain = findings.plain
     table = Table(
         title=f"{len(PROMPTS)} prompts, half greedy, half sampled",
-        caption="identical: tokens and logprobs bitwise those of K = 0. surv_s: A_s / P_s",
+        caption="same: tokens and logprobs bitwise those of K = 0. surv_s: A_s / P_s",
     )
     table.add_column("decoding", no_wrap=True)
-    for column in ("identical", *(f"surv_{slot}" for slot in range(SLOTS)), "τ", "tok/s"):
+    for column in ("same", *(f"surv_{slot}" for slot in range(SLOTS)), "τ", "tok/s"):
         table.add_column(column, justify="right")
     table.add_row(plain.name, "", *[""] * SLOTS, "", f"{plain.tokens_per_second:.1f}")
     for decoding in findings.speculative:
         table.add_row(
             decoding.name,
             f"{decoding.identical_to(plain)}/{len(plain.answers)}",
-            *(_share(slot).replace(" (", "\n(") for slot in decoding.slots()),
+            *(_share(slot).replace(" (", "\n").rstrip(")") for slot in decoding.slots()),
             f"{decoding.acceptance_length:.2f}",
             f"{decoding.tokens_per_second:.1f}",
         )
