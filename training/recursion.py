@@ -49,10 +49,10 @@ class RecursiveForm:
         return out
 
     def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        raise NotImplementedError("the MTP block has no convolution")
+        raise TypeError("the MTP block has no convolution")
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        raise NotImplementedError("the MTP block has no recurrence")
+        raise TypeError("the MTP block has no recurrence")
 
 
 def recursive_outputs(model: Qwen35, tokens: Tensor, hidden: Tensor, slots: int) -> list[Tensor]:
