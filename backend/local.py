@@ -81,6 +81,11 @@ class Loaded:
     build: dict[str, object]
     probe: ProbeReport
 
+    @property
+    def vocab(self) -> int:
+        """Ids that may be chosen: the head's rows past the tokenizer's are padding."""
+        return min(self.config.vocab_size, self.tokenizer.vocab_size)
+
 
 def load(options: LocalOptions) -> Loaded:
     """Weights, tokenizer, probe and drafter, on the calling thread. Raises BackendError in one line."""
@@ -261,11 +266,10 @@ class LocalBackend:
             min_p=defaults.min_p if asked.min_p is None else asked.min_p,
             seed=secrets.randbits(63) if asked.seed is None else asked.seed,
         )
-        vocab = min(loaded.config.vocab_size, loaded.tokenizer.vocab_size)
         return Sequence(
             id=request.id,
             prompt=prompt.ids,
-            sampler=Sampler(params, vocab),
+            sampler=Sampler(params, loaded.vocab),
             max_tokens=asked.max_tokens or min(room, DEFAULT_MAX_TOKENS),
             eos_ids=loaded.tokenizer.eos_ids,
             text=AnswerText(loaded.tokenizer.text_bytes, asked.stop),

@@ -234,7 +234,7 @@ def _decode(loaded: Loaded, speculation: Speculation, tokens: int, advance: Call
         sequence = Sequence(
             id=str(index),
             prompt=prompt.ids,
-            sampler=Sampler(params, min(loaded.config.vocab_size, loaded.tokenizer.vocab_size)),
+            sampler=Sampler(params, loaded.vocab),
             max_tokens=tokens,
             eos_ids=loaded.tokenizer.eos_ids,
             text=AnswerText(loaded.tokenizer.text_bytes, ()),
