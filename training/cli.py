@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from training.hot_vocab import Built
     from training.judge import Judgement
     from training.pretrain import Progress
 
@@ -106,6 +107,47 @@ def judge(
     Console().print(_judgement_table(found))
     if out is not None:
         out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n", encoding="utf-8")
+
+
+@app.command("hot-vocab")
+def hot_vocab(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="EXPORT", help="Directories that `capture export` made, or npz shards.")
+    ],
+    size: Annotated[int, typer.Option(min=1, help="How many token ids; special tokens are always among them.")],
+    model: Annotated[str, typer.Option(help="tiny, a checkpoint directory, or a Hub id: whose tokenizer.")] = "tiny",
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("hot_vocab.safetensors"),
+) -> None:
+    """Choose the ids a drafter's head is cut to: the model's most frequent own tokens, as captured."""
+    from backend.models.hub import resolve_model
+    from backend.text.tokenizer import ChatTokenizer
+    from training.hot_vocab import build, find_shards
+
+    shards = find_shards(inputs)
+    tokenizer = ChatTokenizer.load(resolve_model(model))
+    with _bar() as bar:
+        task = bar.add_task("counting", total=len(shards))
+        built = build(shards, tokenizer, size, lambda done: bar.update(task, completed=done))
+    built.hot.save(out)
+    Console().print(_hot_vocab_table(built))
+    typer.echo(out)
+
+
+def _hot_vocab_table(built: Built) -> Table:
+    header = built.hot.header
+    table = Table("figure", "value")
+    for name, value in (
+        ("documents counted", built.documents),
+        ("documents in several shards, counted once", built.repeated),
+        ("size", built.hot.size),
+        ("distinct tokens seen", built.distinct),
+        ("filled with unused ids", built.filled),
+    ):
+        table.add_row(name, str(value))
+    for name, found in (("train", header.train), ("held-out", header.held_out)):
+        share = "n/a" if found.share is None else f"{found.share:.4f}"
+        table.add_row(f"coverage of {name} own tokens", f"{share} (n = {found.tokens})")
+    return table
 
 
 def _judgement_table(found: list[Judgement]) -> Table:

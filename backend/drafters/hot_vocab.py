@@ -1,0 +1,167 @@
+"""A hot vocabulary: the token ids a drafter's head is cut to, as one safetensors file says, and the cut itself.
+
+Defines the file's format for writer and reader; knows nothing of how ids are chosen and of no drafter's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from backend.interface import BackendError
+
+FORMAT_VERSION: Literal[1] = 1
+# One entry, because safetensors writes several in an order that changes from run to run.
+_METADATA = "draftloop_hot_vocab"
+
+
+class Coverage(BaseModel):
+    """How many of the own tokens of a split stand in the list."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    covered: NonNegativeInt
+    tokens: NonNegativeInt
+
+    @property
+    def share(self) -> float | None:
+        """None where the split holds no token."""
+        return self.covered / self.tokens if self.tokens else None
+
+
+class Header(BaseModel):
+    """What a file says about itself. `sources`: the fingerprints of each kind of shard counted (law L4), as the
+    exported shards name them: weights, tokenizer, chat_template, drafters, builds."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    format_version: Literal[1] = FORMAT_VERSION
+    tokenizer: str  # sha256, as ChatTokenizer.fingerprint
+    train: Coverage
+    held_out: Coverage
+    sources: list[dict[str, Any]]
+
+
+class _Version(BaseModel):
+    format_version: int
+
+
+@dataclass(frozen=True, eq=False)
+class HotVocab:
+    """`d2t` int32 [S]: full-vocabulary ids, strictly ascending. `counts` int64 [S]: each in the train split."""
+
+    d2t: Tensor
+    counts: Tensor
+    header: Header
+
+    @property
+    def size(self) -> int:
+        return len(self.d2t)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over the ids as little-endian int32: maps are compared by it, never by size."""
+        return hashlib.sha256(self.d2t.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+    @classmethod
+    def load(cls, path: Path, tokenizer_fingerprint: str, vocab_size: int) -> HotVocab:
+        """Read a file for a model of `vocab_size` output rows, whose tokenizer has this fingerprint.
+
+        Raises BackendError in one line where the file is missing, damaged, of an unknown version or of another
+        tokenizer, or where its ids are not ascending ids of the model.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in ("d2t", "counts") if name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise BackendError(f"no hot vocabulary at {path}: `training hot-vocab` writes one") from None
+        except (SafetensorError, OSError) as error:
+            raise BackendError(f"cannot read the hot vocabulary {path}: {_one_line(error)}") from error
+        hot = cls(
+            header=_header(path, metadata),
+            d2t=_checked(path, tensors, "d2t", torch.int32),
+            counts=_checked(path, tensors, "counts", torch.int64),
+        )
+        ids = hot.d2t
+        if hot.header.tokenizer != tokenizer_fingerprint:
+            raise BackendError(
+                f"the hot vocabulary {path} is of another tokenizer ({hot.header.tokenizer[:12]}) "
+                f"than the model ({tokenizer_fingerprint[:12]})"
+            )
+        if len(ids) == 0 or len(ids) != len(hot.counts):
+            raise BackendError(f"the hot vocabulary {path} has {len(ids)} ids and {len(hot.counts)} counts")
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise BackendError(f"the ids of the hot vocabulary {path} are not strictly ascending")
+        if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+            wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+            raise BackendError(f"the hot vocabulary {path} lists id {wrong}, the model has 0 to {vocab_size - 1}")
+        return hot
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all; equal contents give equal bytes. Raises BackendError."""
+        tensors = {"d2t": self.d2t.cpu().contiguous(), "counts": self.counts.cpu().contiguous()}
+        content = save(tensors, metadata={_METADATA: self.header.model_dump_json()})
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise BackendError(f"cannot write the hot vocabulary {path}: {error.strerror or error}") from error
+
+
+def head_rows(weight: Tensor, hot: HotVocab) -> Tensor:
+    """The head's rows of the listed ids: weight [V, H] → [S, H], a copy on the same device."""
+    return weight.index_select(0, hot.d2t.to(weight.device))
+
+
+def spread(logits: Tensor, d2t: Tensor, vocab_size: int) -> Tensor:
+    """Logits of the listed ids at their places in the full vocabulary, -inf elsewhere: [B, S], int [S] → [B, V].
+
+    So one sampler, with noise by full-vocabulary id, serves target and drafter. Give int64 `d2t` on the logits'
+    device where it is called every step.
+    """
+    full = logits.new_full((logits.shape[0], vocab_size), -torch.inf)
+    return full.index_copy_(1, d2t.to(logits.device, torch.int64), logits)
+
+
+def _header(path: Path, metadata: dict[str, str]) -> Header:
+    if _METADATA not in metadata:
+        raise BackendError(f"{path} is not a hot vocabulary: it does not say {_METADATA}")
+    text = metadata[_METADATA]
+    try:
+        version = _Version.model_validate_json(text).format_version
+        if version != FORMAT_VERSION:
+            raise BackendError(f"the hot vocabulary {path} has format {version}; this build reads {FORMAT_VERSION}")
+        return Header.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or _METADATA
+        raise BackendError(f"the header of the hot vocabulary {path} is damaged: {where}: {first['msg']}") from error
+
+
+def _checked(path: Path, tensors: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    if name not in tensors:
+        raise BackendError(f"the hot vocabulary {path} has no tensor {name!r}")
+    tensor = tensors[name]
+    if tensor.dtype != dtype or tensor.dim() != 1:
+        found, wanted = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, dtype))
+        raise BackendError(f"{name} of the hot vocabulary {path} is {found} {list(tensor.shape)}, not {wanted} [S]")
+    return tensor
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
