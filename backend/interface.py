@@ -38,6 +38,14 @@ class GenerationFailed(BackendError):
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the answer must match: `kind` json_object (source empty), json_schema (JSON text), regex or lark."""
+
+    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class SamplingRequest:
     """What the client asked for; None means the backend's default for this model and thinking mode."""
 
@@ -49,16 +57,32 @@ class SamplingRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0  # alternatives per token on `ChatEvent.tokens`; 0 … 64
+    presence_penalty: float | None = None  # subtracted once from every token of the output so far
+    frequency_penalty: float | None = None  # subtracted per occurrence in the output so far
+    repetition_penalty: float | None = None  # divides (multiplies, if negative) logits of tokens in prompt and output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → added to its logit
+    bad_words: tuple[str, ...] = ()  # texts the answer may not contain, as vLLM's
+    min_tokens: int = 0  # no end of text and no stop token before this many
+    ignore_eos: bool = False  # the model's end-of-text tokens end nothing
+    stop_token_ids: tuple[int, ...] = ()  # further ids that end the answer
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One chat completion. `messages` are OpenAI message objects, content already flattened to text or None."""
+    """One chat completion. `messages` are OpenAI message objects, content already flattened to text or None.
+
+    `prediction`: OpenAI's predicted output, a draft. `drafter`: the name of a loaded drafter for this request alone.
+    `cache_salt`: requests of different salts share no prefix cache.
+    """
 
     id: str
     messages: Sequence[Mapping[str, Any]]
     sampling: SamplingRequest = SamplingRequest()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prediction: str | None = None
+    drafter: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,9 @@ class Result:
     error: str | None = None
     first_user_end: int = 0  # prompt tokens up to and including the first user turn; 0 where it cannot be told
     reasoning_tokens: int | None = None  # completion tokens through `</think>`; None where they were not counted
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    accepted_prediction_tokens: int | None = None  # of `ChatRequest.prediction`; None where there was none
+    rejected_prediction_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,28 +186,45 @@ class ModelInfo:
 
     name: str
     max_model_len: int
-    drafter: str
-    draft_tokens: int
+    drafter: str  # the default one
+    draft_tokens: int | Literal["auto"]
     fingerprints: Fingerprints
     build: Mapping[str, Any]
     probe: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """A consistent snapshot of the engine's counters since start; lists are indexed by slot."""
+class DrafterStats:
+    """Counters of one drafter since start (DESIGN §6); tuples are indexed by slot."""
 
-    running: int
-    waiting: int
-    kv_cache_usage: float  # 0 … 1
     drafter: str
     drafts: int  # verify steps that proposed at least one slot
-    draft_tokens: int
-    accepted_tokens: int
     draft_tokens_per_pos: tuple[int, ...]
     accepted_tokens_per_pos: tuple[int, ...]
     recent_draft_tokens_per_pos: tuple[int, ...]  # last 60 s
     recent_accepted_tokens_per_pos: tuple[int, ...]
+
+    @property
+    def draft_tokens(self) -> int:
+        return sum(self.draft_tokens_per_pos)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_tokens_per_pos)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A consistent snapshot of the engine's counters since start."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float  # 0 … 1: pages held by running sequences
+    prefix_cache_queries: int  # prompt tokens looked up
+    prefix_cache_hits: int  # prompt tokens found
+    preemptions: int
+    draft_tokens: int  # K of the last verify step
+    drafters: tuple[DrafterStats, ...]  # one per loaded drafter, the default first
 
 
 class ChatBackend(Protocol):
@@ -197,6 +241,9 @@ class ChatBackend(Protocol):
     def stats(self) -> EngineStats: ...
 
     def ready(self) -> bool: ...
+
+    def engine(self) -> Mapping[str, Any]:
+        """JSON-ready view for an operator: running and waiting sequences, K in use, cache pages and snapshots."""
 
     def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         """Generate. The first `__anext__` raises InvalidRequest or BackendUnavailable for requests that never start.

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from backend.interface import EngineStats
+from backend.interface import DrafterStats, EngineStats
 
 PREFIX = "draftloop_"
 STATUSES = ("finished", "cancelled", "failed", "opted_out")
@@ -92,44 +92,62 @@ class _Scrape(Collector):
             return
         yield _gauge("num_requests_running", "Requests being decoded.", stats.running)
         yield _gauge("num_requests_waiting", "Requests waiting for admission.", stats.waiting)
-        yield _gauge("kv_cache_usage_ratio", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage)
-        for name, help_text, value in (
-            ("num_drafts", "Verify steps that proposed at least one slot.", stats.drafts),
-            ("num_draft_tokens", "Draft tokens proposed.", stats.draft_tokens),
-            ("num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
-        ):
-            total = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter"])
-            total.add_metric([stats.drafter], value)
-            yield total
-        for name, help_text, values in (
-            ("num_draft_tokens_per_pos", "Verify steps in which the slot was proposed.", stats.draft_tokens_per_pos),
-            (
-                "num_accepted_tokens_per_pos",
-                "Verify steps in which this slot and all before it were accepted.",
-                stats.accepted_tokens_per_pos,
-            ),
-        ):
-            per_pos = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter", "position"])
-            for position, count in enumerate(values):
-                per_pos.add_metric([stats.drafter, str(position)], count)
-            yield per_pos
-        ratio = GaugeMetricFamily(
-            f"{PREFIX}spec_decode_acceptance_ratio",
-            "Accepted per proposed of each slot (surv) over the last 60 seconds.",
-            labels=["drafter", "position"],
+        yield _gauge(
+            "kv_cache_usage_ratio", "Share of the KV pages held by running requests, 0 to 1.", stats.kv_cache_usage
         )
-        for position, acceptance in enumerate(recent_acceptance(stats)):
+        yield _total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries)
+        yield _total("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", stats.prefix_cache_hits)
+        yield _total("num_preemptions", "Running requests set back to waiting for lack of cache.", stats.preemptions)
+        yield _gauge("spec_decode_draft_length", "Draft tokens a sequence in the last verify step.", stats.draft_tokens)
+        yield from _speculation(stats.drafters)
+
+
+def _speculation(drafters: Sequence[DrafterStats]) -> Iterator[Metric]:
+    """One family per count, with a series for every drafter, and for every slot where slots are counted apart."""
+    for name, help_text, counts in (
+        ("num_drafts", "Verify steps that proposed at least one slot.", [d.drafts for d in drafters]),
+        ("num_draft_tokens", "Draft tokens proposed.", [d.draft_tokens for d in drafters]),
+        ("num_accepted_tokens", "Draft tokens accepted.", [d.accepted_tokens for d in drafters]),
+    ):
+        totals = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter"])
+        for drafter, count in zip(drafters, counts, strict=True):
+            totals.add_metric([drafter.drafter], count)
+        yield totals
+    for name, help_text, slots in (
+        (
+            "num_draft_tokens_per_pos",
+            "Verify steps in which the slot was proposed.",
+            [d.draft_tokens_per_pos for d in drafters],
+        ),
+        (
+            "num_accepted_tokens_per_pos",
+            "Verify steps in which this slot and all before it were accepted.",
+            [d.accepted_tokens_per_pos for d in drafters],
+        ),
+    ):
+        per_pos = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", help_text, labels=["drafter", "position"])
+        for drafter, slot_counts in zip(drafters, slots, strict=True):
+            for position, count in enumerate(slot_counts):
+                per_pos.add_metric([drafter.drafter, str(position)], count)
+        yield per_pos
+    ratio = GaugeMetricFamily(
+        f"{PREFIX}spec_decode_acceptance_ratio",
+        "Accepted per proposed of each slot (surv) over the last 60 seconds.",
+        labels=["drafter", "position"],
+    )
+    for drafter in drafters:
+        for position, acceptance in enumerate(recent_acceptance(drafter)):
             if acceptance is not None:
-                ratio.add_metric([stats.drafter, str(position)], acceptance)
-        yield ratio
+                ratio.add_metric([drafter.drafter, str(position)], acceptance)
+    yield ratio
 
 
-def recent_acceptance(stats: EngineStats) -> list[float | None]:
+def recent_acceptance(stats: DrafterStats) -> list[float | None]:
     """surv_s = A_s / P_s of each slot over the last 60 seconds; None where nothing was proposed."""
     return _ratios(stats.recent_accepted_tokens_per_pos, stats.recent_draft_tokens_per_pos)
 
 
-def total_acceptance(stats: EngineStats) -> list[float | None]:
+def total_acceptance(stats: DrafterStats) -> list[float | None]:
     """surv_s of each slot since start; None where nothing was proposed."""
     return _ratios(stats.accepted_tokens_per_pos, stats.draft_tokens_per_pos)
 
@@ -140,3 +158,7 @@ def _ratios(accepted: Sequence[int], proposed: Sequence[int]) -> list[float | No
 
 def _gauge(name: str, help_text: str, value: float) -> Any:
     return GaugeMetricFamily(PREFIX + name, help_text, value=value)
+
+
+def _total(name: str, help_text: str, value: float) -> Any:
+    return CounterMetricFamily(PREFIX + name, help_text, value=value)

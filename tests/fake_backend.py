@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from backend.interface import (
     Alternative,
@@ -18,20 +18,35 @@ from backend.interface import (
     BackendUnavailable,
     ChatEvent,
     ChatRequest,
+    DrafterStats,
     EngineStats,
     Fingerprints,
     InvalidRequest,
     ModelInfo,
     Result,
+    SamplingRequest,
     Step,
     Timings,
     TokenInfo,
 )
 
 SLOTS = 3
+PROMPT = tuple(range(1, 8))
 ACCEPTED = (2, 0, 3, 1)  # drafts accepted by one verify step after the other
 FINGERPRINTS = Fingerprints(
     weights="w" * 64, tokenizer="t" * 64, chat_template="c" * 64, drafter="d" * 64, build="fake"
+)
+
+PROCESSORS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "grammar",
 )
 
 
@@ -58,12 +73,17 @@ class Script:
     finish: Literal["stop", "length", "error"] = "stop"
     breaks_after: int | None = None  # events until the backend raises a bug of its own
     refuses: str | None = None
+    refuses_grammar: str | None = None
     deaf: float = 0.0  # seconds until the backend knows the request's id
+    cached: int = 0  # of the seven prompt tokens, those from the prefix cache
 
 
 @dataclass
 class FakeBackend:
-    """`cancelled` and `requests` list what it was told; `start_delay` and `start_error` say how it loads."""
+    """`cancelled` and `requests` list what it was told; `start_delay` and `start_error` say how it loads.
+
+    `drafters` are the loaded ones, the default first; `steps` are those that each of them took part in.
+    """
 
     script: Script = field(default_factory=Script)
     start_delay: float = 0.0
@@ -71,7 +91,10 @@ class FakeBackend:
     alive: bool = True
     requests: list[ChatRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    drafters: tuple[str, ...] = ("mtp",)
+    steps: dict[str, list[Step]] = field(default_factory=dict)
+    looked_up: int = 0  # prompt tokens
+    found: int = 0
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     started: bool = False
     closed: bool = False
@@ -91,27 +114,31 @@ class FakeBackend:
     def info(self) -> ModelInfo:
         if not self.started:
             raise BackendUnavailable("still loading")
-        return ModelInfo("fake", 4096, "mtp", SLOTS, FINGERPRINTS, {"torch": "none"}, {"rows": 2})
+        return ModelInfo("fake", 4096, self.drafters[0], SLOTS, FINGERPRINTS, {"torch": "none"}, {"rows": 2})
 
     def stats(self) -> EngineStats:
         if not self.started:
             raise BackendUnavailable("still loading")
-        proposed = tuple(sum(step.drafted > slot for step in self.steps) for slot in range(SLOTS))
-        accepted = tuple(sum(step.accepted > slot for step in self.steps) for slot in range(SLOTS))
-        drafts = sum(step.drafted > 0 for step in self.steps)
         return EngineStats(
             running=len(self.running),
             waiting=0,
             kv_cache_usage=0.25,
-            drafter="mtp",
-            drafts=drafts,
-            draft_tokens=sum(proposed),
-            accepted_tokens=sum(accepted),
-            draft_tokens_per_pos=proposed,
-            accepted_tokens_per_pos=accepted,
-            recent_draft_tokens_per_pos=proposed,
-            recent_accepted_tokens_per_pos=accepted,
+            prefix_cache_queries=self.looked_up,
+            prefix_cache_hits=self.found,
+            preemptions=2,
+            draft_tokens=SLOTS,
+            drafters=tuple(self._drafter_stats(drafter) for drafter in self.drafters),
         )
+
+    def _drafter_stats(self, drafter: str) -> DrafterStats:
+        steps = self.steps.get(drafter, [])
+        proposed = tuple(sum(step.drafted > slot for step in steps) for slot in range(SLOTS))
+        accepted = tuple(sum(step.accepted > slot for step in steps) for slot in range(SLOTS))
+        drafts = sum(step.drafted > 0 for step in steps)
+        return DrafterStats(drafter, drafts, proposed, accepted, proposed, accepted)
+
+    def engine(self) -> Mapping[str, Any]:
+        return {"running": list(self.running), "waiting": [], "draft_tokens": SLOTS}
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.running:
@@ -123,10 +150,17 @@ class FakeBackend:
         script = _script(request, self.script)
         if script.refuses:
             raise InvalidRequest(script.refuses, param="messages", code="context_length_exceeded")
+        drafter = request.drafter or self.drafters[0]
+        if drafter not in self.drafters:
+            raise InvalidRequest(f"No drafter {drafter!r} is loaded.", param="drafter")
+        if script.refuses_grammar and request.sampling.grammar:
+            raise InvalidRequest(script.refuses_grammar, param="response_format")
         await asyncio.sleep(script.deaf)
+        self.looked_up += len(PROMPT)
+        self.found += script.cached
         stop = self.running[request.id] = asyncio.Event()
         try:
-            recital = _Recital(request, script, self.steps)
+            recital = _Recital(request, script, drafter, self.steps.setdefault(drafter, []))
             await _pause(stop, script.first_pause)
             while True:
                 await _pause(stop, script.pause)
@@ -141,8 +175,8 @@ class FakeBackend:
 class _Recital:
     """One script on its way: tokens in blocks as a speculating engine emits them."""
 
-    def __init__(self, request: ChatRequest, script: Script, all_steps: list[Step]) -> None:
-        self.request, self.script, self.all_steps = request, script, all_steps
+    def __init__(self, request: ChatRequest, script: Script, drafter: str, all_steps: list[Step]) -> None:
+        self.request, self.script, self.drafter, self.all_steps = request, script, drafter, all_steps
         thought = [(data, True) for data in script.thought]
         said = [(data, False) for data in script.pieces * script.repeat]
         limit = request.sampling.max_tokens or len(thought + said)
@@ -186,24 +220,41 @@ class _Recital:
         return TokenInfo(100 + index, data.decode("utf-8", "replace"), data, -0.5 * (index + 1), others)
 
     def _result(self, finish: str) -> Result:
-        sampling = self.request.sampling
+        sampling, predicted = self.request.sampling, self.request.prediction
+        drafted, accepted = (sum(getattr(step, name) for step in self.steps) for name in ("drafted", "accepted"))
         return Result(
             finish_reason=finish,  # type: ignore[arg-type]
-            prompt_ids=tuple(range(1, 8)),
+            prompt_ids=PROMPT,
             completion_ids=tuple(token.token_id for token in self.done),
             logprobs=tuple(token.logprob for token in self.done),
             seed=sampling.seed if sampling.seed is not None else 42,
-            sampling={"temperature": 1.0 if sampling.temperature is None else sampling.temperature},
-            drafter="mtp",
+            sampling=_effective(sampling),
+            drafter=self.drafter,
             steps=tuple(self.steps),
             fingerprints=FINGERPRINTS,
-            timings=Timings(queue_ms=3.0, prompt_n=7, prompt_ms=10.0, predicted_n=len(self.done), predicted_ms=50.0),
+            timings=Timings(
+                queue_ms=3.0,
+                prompt_n=len(PROMPT) - self.script.cached,
+                prompt_ms=10.0,
+                predicted_n=len(self.done),
+                predicted_ms=50.0,
+            ),
             content=self.text[False],
             reasoning=self.text[True],
             error="out of memory" if finish == "error" else None,
             first_user_end=4,
             reasoning_tokens=len(self.script.thought) or None,
+            cached_tokens=self.script.cached,
+            accepted_prediction_tokens=None if predicted is None else accepted,
+            rejected_prediction_tokens=None if predicted is None else drafted - accepted,
         )
+
+
+def _effective(asked: SamplingRequest) -> dict[str, Any]:
+    """The temperature, and of everything that came with batching what differs from asking for nothing."""
+    nothing = SamplingRequest()
+    more = {name: asdict(asked)[name] for name in PROCESSORS if getattr(asked, name) != getattr(nothing, name)}
+    return {"temperature": 1.0 if asked.temperature is None else asked.temperature, **more}
 
 
 async def _pause(stop: asyncio.Event, seconds: float) -> None:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from backend.interface import DrafterStats
 from serve import dashboard
 from serve.errors import RETRY_AFTER_SECONDS
 from serve.metrics import recent_acceptance, total_acceptance
@@ -80,27 +81,33 @@ async def index(request: Request) -> HTMLResponse:
     stats = service.stats()
     if stats is None:
         return HTMLResponse(_fill(model="no model yet", state=service.state.value, drafter="", engine="", slots=""))
-    slots = "\n".join(
-        f"{slot:>4}  {_percent(recent):>7}  {_percent(total):>11}  {proposed:>8}  {accepted:>8}"
-        for slot, (recent, total, proposed, accepted) in enumerate(
-            zip(
-                recent_acceptance(stats),
-                total_acceptance(stats),
-                stats.draft_tokens_per_pos,
-                stats.accepted_tokens_per_pos,
-                strict=True,
-            )
-        )
-    )
+    lines = [line for drafter in stats.drafters for line in _acceptance(drafter)]
+    drafters = ", ".join(drafter.drafter for drafter in stats.drafters) or "none"
     return HTMLResponse(
         _fill(
             model=service.model_name,
             state=service.state.value,
-            drafter=f"{stats.drafter}, up to {service.backend.info().draft_tokens} tokens a step",
+            drafter=f"Drafters: {drafters}; {stats.draft_tokens} draft tokens in the last step",
             engine=f"{stats.running} running, {stats.waiting} waiting; capture {service.recorder.state}",
-            slots=slots or "no slots",
+            slots="\n".join(lines) or "no slots",
         )
     )
+
+
+def _acceptance(drafter: DrafterStats) -> list[str]:
+    """A line per slot: the slot, its acceptance over the last 60 s and since start, its counts, the drafter."""
+    return [
+        f"{slot:>4}  {_percent(recent):>7}  {_percent(total):>11}  {proposed:>8}  {accepted:>8}  {drafter.drafter}"
+        for slot, (recent, total, proposed, accepted) in enumerate(
+            zip(
+                recent_acceptance(drafter),
+                total_acceptance(drafter),
+                drafter.draft_tokens_per_pos,
+                drafter.accepted_tokens_per_pos,
+                strict=True,
+            )
+        )
+    ]
 
 
 def _fill(**values: str) -> str:

@@ -105,9 +105,9 @@ def test_the_page_shows_acceptance_per_slot_and_escapes_what_it_shows(serve):
     rows = [line.split() for line in page.text.split("<pre>")[1].split("</pre>")[0].split("\n")[1:]]
     # (3, 2), (3, 0), (3, 3), (0, 0): three proposals of every slot, of which 2, 2 and 1 were accepted.
     assert rows == [
-        ["0", "66.7", "%", "66.7", "%", "3", "2"],
-        ["1", "66.7", "%", "66.7", "%", "3", "2"],
-        ["2", "33.3", "%", "33.3", "%", "3", "1"],
+        ["0", "66.7", "%", "66.7", "%", "3", "2", "mtp"],
+        ["1", "66.7", "%", "66.7", "%", "3", "2", "mtp"],
+        ["2", "33.3", "%", "33.3", "%", "3", "1", "mtp"],
     ]
 
 
