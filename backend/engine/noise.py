@@ -1,12 +1,14 @@
 """Gumbel noise keyed by (seed, token id, position, choice): what couples draft and target (DESIGN §5).
 
 Counter-based, so the noise of a token does not depend on what else was sampled, in which order, or in which block.
-Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Four ids share a
+counter. numpy on the host, whose functions do not care where in an array an element stands; torch on a device.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,15 +21,27 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 GUMBEL_MAX = 22.9  # no 32-bit draw gives more: -log(-log1p(-2^-33)) = 22.87
+LANES = 4  # ids per counter
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:
-    """Ten rounds over int64 tensors or arrays holding uint32 values, of shapes that broadcast; `key` is a uint64.
+@dataclass(frozen=True)
+class Stream:
+    """The noise of one position: seed (uint64), absolute index of the token being chosen, and choice i of n."""
+
+    seed: int
+    position: int
+    choice: int = 0
+
+
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words] | tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
+    """Ten rounds over int64 holding uint32 values, of shapes that broadcast; `key` is (low word, high word).
 
     The integers are the same everywhere.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    k0, k1 = key
     for _ in range(10):
         # int64 products wrap modulo 2^64, which keeps all 64 bits of a 32 × 32 product.
         p0, p1 = c0 * _M0, c2 * _M1
@@ -36,19 +50,61 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Wo
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, ids: Tensor, position: int, choice: int = 0) -> Tensor:
-    """Noise of full-vocabulary token `ids` (int64 [n]) at an absolute position: float32 [n].
+def split_seed(seed: int) -> tuple[int, int]:
+    """The two key words of a seed, which is taken modulo 2^64."""
+    return seed & _MASK, (seed >> 32) & _MASK
 
-    `seed` is taken modulo 2^64. `position` is the index of the token being chosen; `choice` the i of n.
-    """
-    key = seed & 0xFFFFFFFFFFFFFFFF
-    if ids.device.type == "cpu":  # a hundred operations on a few integers: numpy's take a third of the time
-        array = ids.numpy()
-        one = np.ones(1, np.int64)
-        words = philox4x32((array >> 2, one * position, one * choice, one * 0), key)
-        drawn = torch.from_numpy(np.choose(array & 3, words))
-    else:
-        unit = torch.ones(1, dtype=torch.int64, device=ids.device)
-        stacked = torch.stack(philox4x32((ids >> 2, unit * position, unit * choice, unit * 0), key), dim=-1)  # [n, 4]
-        drawn = stacked.gather(-1, (ids & 3)[:, None])[:, 0]
-    return (-torch.log(-torch.log1p(-(drawn.double() + 0.5) * 2.0**-32))).float()
+
+def host_words(stream: Stream, counters: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The uint32 draws of ids 4c, 4c + 1, 4c + 2, 4c + 3 for each counter c: int64 [n] → [n, 4]."""
+    one = np.ones(1, np.int64)
+    words = philox4x32((counters, one * stream.position, one * stream.choice, one * 0), split_seed(stream.seed))
+    return np.stack(words, axis=-1)
+
+
+def host_gumbel(words: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Noise of uint32 draws, any shape."""
+    uniform = (words + 0.5) * 2.0**-32
+    noise: NDArray[np.float32] = (-np.log(-np.log1p(-uniform))).astype(np.float32)
+    return noise
+
+
+def host_noise(stream: Stream, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Noise of full-vocabulary token ids: int64 [n] → float32 [n]."""
+    words = host_words(stream, ids // LANES)
+    return host_gumbel(np.take_along_axis(words, ids[:, None] % LANES, axis=-1)[:, 0])
+
+
+class Streams(Protocol):
+    """One stream a row, each word int64 [M, 1]."""
+
+    @property
+    def key_low(self) -> Tensor: ...
+    @property
+    def key_high(self) -> Tensor: ...
+    @property
+    def position(self) -> Tensor: ...
+    @property
+    def choice(self) -> Tensor: ...
+
+
+def device_noise(streams: Streams, ids: Tensor) -> Tensor:
+    """Noise of token ids: int64 [M, n] → float32 [M, n]."""
+    words = _device_words(streams, ids >> 2)  # [M, n, 4]
+    return _device_gumbel(words.gather(-1, (ids & 3)[..., None])[..., 0])
+
+
+def device_vocabulary_noise(streams: Streams, vocab: int) -> Tensor:
+    """Noise of every id below `vocab`: float32 [M, vocab]."""
+    counters = torch.arange(-(-vocab // LANES), device=streams.position.device)[None]  # [1, ⌈V/4⌉]
+    return _device_gumbel(_device_words(streams, counters).flatten(-2)[:, :vocab])
+
+
+def _device_words(streams: Streams, counters: Tensor) -> Tensor:
+    choice = streams.choice
+    counter = (counters, streams.position, choice, torch.zeros_like(choice))
+    return torch.stack(philox4x32(counter, (streams.key_low, streams.key_high)), dim=-1)
+
+
+def _device_gumbel(words: Tensor) -> Tensor:
+    return (-torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32))).float()

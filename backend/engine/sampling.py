@@ -1,117 +1,223 @@
 """Coupled sampling (DESIGN §5): a token is argmax(processed logits + noise), for target and draft alike.
 
-A choice is a function of one row of logits, the parameters, the seed and the position; nothing else may enter.
-Truncations are prefixes of one order: higher logit first, ties to the lower id. The vocabulary is never sorted.
+A choice is a function of one row of logits, the parameters, the history and the position; nothing else may enter, the
+other sequences of a batch, the length of a block and the drafter least of all.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.engine.noise import GUMBEL_MAX, gumbel
-from backend.interface import GenerationFailed
+from backend.engine import choose_on_host
+from backend.engine.choose_on_device import DeviceChooser
+from backend.engine.parameters import SamplingParams
+from backend.engine.processors import Processors
 
-_CANDIDATES = 1024
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Effective parameters of one sequence. top_k 0 = off, top_p 1 = off, min_p 0 = off, temperature 0 = greedy."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0
+__all__ = ["Matcher", "Sampler", "SamplerBatch", "SamplingParams", "leading", "token_logprobs"]
 
 
-@dataclass(frozen=True)
+class Matcher(Protocol):
+    """A grammar's progress through one answer (`backend.text.grammar.GrammarMatcher`)."""
+
+    @property
+    def accepts(self) -> bool:
+        """The answer may end here."""
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end may follow."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which ids of text may come next: bool [vocabulary of the tokenizer]."""
+
+    def advance(self, token: int) -> bool:
+        """Take one token; False, and no change, where the grammar does not allow it."""
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens taken."""
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next."""
+
+
 class Sampler:
-    """Chooses tokens of one sequence; `vocab` is the number of decodable ids (rows past it are padding)."""
+    """Parameters and history of one sequence. `vocab`: the number of decodable ids; logits past it never win."""
 
-    params: SamplingParams
-    vocab: int
+    def __init__(
+        self, params: SamplingParams, vocab: int, prompt: Sequence[int] = (), matcher: Matcher | None = None
+    ) -> None:
+        """`prompt` counts for the repetition penalty and for bad words; `matcher` stands at the answer's start."""
+        self.params = params
+        self.vocab = vocab
+        self.count = 0  # tokens accepted
+        self.matcher = matcher
+        self._processors = None if params.plain else Processors(params, vocab, prompt)
 
-    def choose(self, logits: Tensor, position: int) -> int:
-        """logits float32 [V] of the row before `position` → the token id at `position`.
+    @property
+    def plain(self) -> bool:
+        """Logits are taken as they are, whatever came before."""
+        return self._processors is None and self.matcher is None
 
-        Raises GenerationFailed when the logits are not numbers.
+    @property
+    def finished(self) -> bool:
+        """The grammar is complete: only ends are chosen."""
+        return self.matcher is not None and self.matcher.finished
+
+    def accept(self, token: int) -> None:
+        """Take a token of the output into the history."""
+        self.count += 1
+        if self._processors:
+            self._processors.accept(token)
+        if self.matcher:
+            self.matcher.advance(token)
+
+    def forced(self, limit: int) -> list[int]:
+        """Up to `limit` tokens that the grammar leaves no choice about. As drafts: a wrong one costs time only."""
+        return self.matcher.forced()[:limit] if self.matcher else []
+
+    def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """Edited copy of logits float32 [R, vocab]; row r follows drafts[: D - R + 1 + r] of int64 [D], tentatively.
+
+        With a grammar R is 1, and the matcher has taken the drafts.
         """
-        logits = logits[: self.vocab]
-        top = int(logits.argmax())  # ties to the lowest id
-        peak = float(logits[top])
-        if not math.isfinite(peak):
-            raise GenerationFailed("the model produced logits that are not finite")
-        p = self.params
-        if p.temperature == 0:
-            return top
-        z = logits / p.temperature
-        ids = self._untruncated(z, top, position) if self._keeps_all() else truncate(z, p.top_k, p.top_p, p.min_p)
-        scores = z[ids] + gumbel(p.seed, ids, position, p.choice)
-        best = ids[scores == scores.max()]
-        return int(best.min())
+        edited = logits
+        if self._processors:
+            edited = self._processors.apply(logits, drafts, ends=not self.finished)
+        if self.matcher is None:
+            return edited
+        barred = torch.from_numpy(~self._allowed(self.matcher)).to(logits.device)
+        constrained = edited.masked_fill(barred, -torch.inf)
+        # Where bans leave nothing of what the grammar allows, the grammar stands.
+        stuck = constrained.amax(-1, keepdim=True) == -torch.inf
+        return torch.where(stuck, logits.masked_fill(barred, -torch.inf), constrained)
 
-    def _keeps_all(self) -> bool:
-        p = self.params
-        return p.top_p >= 1 and p.min_p <= 0 and not 0 < p.top_k < self.vocab
-
-    def _untruncated(self, z: Tensor, top: int, position: int) -> Tensor:
-        """Ids that can still win: noise is bounded, so those far below the top's own score need none drawn."""
-        top_id = torch.tensor([top], device=z.device)
-        bound = z[top] + gumbel(self.params.seed, top_id, position, self.params.choice)[0] - GUMBEL_MAX
-        return (z >= bound).nonzero()[:, 0]
+    def _allowed(self, matcher: Matcher) -> NDArray[np.bool_]:
+        text = matcher.allowed()[: self.vocab]
+        allowed = np.zeros(self.vocab, np.bool_)
+        allowed[: len(text)] = text
+        if matcher.accepts or not allowed.any():
+            allowed[[token for token in self.params.stop_token_ids if token < self.vocab]] = True
+        return allowed
 
 
-def truncate(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Ids kept by min_p, then top_k (exactly k), then top_p (the smallest prefix reaching it), best first.
+class SamplerBatch:
+    """One step's choices: drafts a token at a time, or a block of rows at once. Leaves its samplers as they were.
 
-    z float32 [V], already divided by the temperature. top_p is measured on what min_p and top_k left.
+    All samplers share one vocabulary. On a device, sequences without a grammar cost no host read.
     """
-    limit = top_k if 0 < top_k < len(z) else len(z)
-    ids = leading(z, min(limit, _CANDIDATES))
-    kept = _prefix(z, ids, limit, top_p, min_p)
-    if kept is None:  # the candidates did not reach the cut: decide on the exact order
-        kept = _prefix(z, leading(z, limit), limit, top_p, min_p)
-    assert kept is not None
-    return kept
+
+    def __init__(self, samplers: Sequence[Sampler], positions: Sequence[int]) -> None:
+        """`positions`: absolute index of each sequence's next token, prompt length + `count`."""
+        self._samplers = samplers
+        self._positions = positions
+        self._drafted: list[Tensor] = []
+        self._chooser: DeviceChooser | None = None
+
+    def draft(self, logits: Tensor) -> Tensor:
+        """The next draft of every sequence, after those already drafted here: float32 [B, ≥ V] → int64 [B]."""
+        drafts = (
+            torch.stack(self._drafted, -1) if self._drafted else logits.new_empty(len(logits), 0, dtype=torch.int64)
+        )
+        chosen = self._choose(logits[:, None], drafts)[:, 0]
+        self._drafted.append(chosen)
+        return chosen
+
+    def verify(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """The target's token for every row, row r following drafts[:, :r]: float32 [B, R, ≥ V] → int64 [B, R].
+
+        drafts int64 [B, R - 1], on any device. Rows past a sequence's first wrong draft hold any token.
+        """
+        return self._choose(logits, drafts)
+
+    def _choose(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        if not self._samplers:
+            return torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+        logits = logits[..., : self._samplers[0].vocab]
+        if logits.device.type == "cpu":
+            return self._choose_on_host(logits, drafts)
+        return self.choose_on_device(logits, drafts)
+
+    def _choose_on_host(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """Row by row, each sequence up to its first wrong draft."""
+        rows = logits.shape[1]
+        first = drafts.shape[1] - rows + 1
+        chosen = torch.zeros(logits.shape[:2], dtype=torch.int64)
+        given = drafts.tolist()
+        for index, (sampler, position) in enumerate(zip(self._samplers, self._positions, strict=True)):
+            with _Tentative(sampler.matcher) as history:
+                history.take(given[index][:first])
+                for row in range(rows):
+                    x, drafted = logits[index, row], first + row
+                    if not sampler.plain:
+                        x = sampler.process(x[None], drafts[index, :drafted])[0]
+                    token = choose_on_host.choose(x.numpy(), sampler.params, position + drafted)
+                    chosen[index, row] = token
+                    if row + 1 == rows or token != given[index][drafted]:
+                        break
+                    history.take([token])
+        return chosen
+
+    def choose_on_device(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """All rows at once. Drafts are read only for sequences with a grammar."""
+        device, rows = logits.device, logits.shape[1]
+        drafts = drafts.to(device, non_blocking=True)
+        first = drafts.shape[1] - rows + 1
+        if self._chooser is None:
+            params = [sampler.params for sampler in self._samplers]
+            self._chooser = DeviceChooser(params, self._positions, logits.shape[-1], device)
+        if not all(sampler.plain for sampler in self._samplers):
+            logits = logits.clone()
+        for index, sampler in enumerate(self._samplers):
+            if sampler.matcher is not None:
+                self._constrain(sampler, logits[index], drafts[index], first)
+            elif not sampler.plain:
+                logits[index] = sampler.process(logits[index], drafts[index])
+        return self._chooser(logits, first)
+
+    def _constrain(self, sampler: Sampler, logits: Tensor, drafts: Tensor, first: int) -> None:
+        """In place: the rows of one sequence with a grammar, up to the first draft that it does not allow."""
+        given = drafts.tolist()
+        with _Tentative(sampler.matcher) as history:
+            if not history.take(given[:first]):
+                return
+            for row in range(len(logits)):
+                logits[row] = sampler.process(logits[row : row + 1], drafts[: first + row])[0]
+                if row + 1 < len(logits) and not history.take([given[first + row]]):
+                    return
 
 
-def _prefix(z: Tensor, ids: Tensor, limit: int, top_p: float, min_p: float) -> Tensor | None:
-    """The kept prefix of `ids` (the leading ids of z), or None when the cut lies beyond them."""
-    complete = len(ids) == limit
-    if min_p > 0:
-        floor = z[ids[0]] + math.log(min_p)
-        above = ids[z[ids] >= floor]
-        if len(above) < len(ids):
-            complete = True
-        ids = above
-    if top_p >= 1:
-        return ids if complete else None
-    if complete:
-        total = z[ids].logsumexp(0)
-    elif limit == len(z) and min_p <= 0:
-        total = z.logsumexp(0)
-    else:
-        return None
-    mass = (z[ids] - total).exp().cumsum(0)
-    keep = 1 + int((mass[:-1] < top_p).sum())
-    return ids[:keep] if complete or float(mass[-1]) >= top_p else None
+class _Tentative:
+    """Tokens given to a matcher for the while of a `with` block."""
+
+    def __init__(self, matcher: Matcher | None) -> None:
+        self._matcher, self._taken = matcher, 0
+
+    def __enter__(self) -> _Tentative:
+        return self
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """False at the first token that the grammar does not allow."""
+        if self._matcher is not None:
+            for token in tokens:
+                if not self._matcher.advance(token):
+                    return False
+                self._taken += 1
+        return True
+
+    def __exit__(self, *raised: object) -> None:
+        if self._matcher is not None:
+            self._matcher.rollback(self._taken)
 
 
-def leading(z: Tensor, count: int) -> Tensor:
-    """The first `count` ids in the order (z descending, id ascending): int64 [count]."""
-    values, found = z.topk(count, sorted=False)
-    cut = values.min()
-    above = found[values > cut]
-    # topk breaks ties at the cut arbitrarily; take the lowest ids among them.
-    equal = (z == cut).nonzero()[: count - len(above), 0]
-    ids = torch.cat((above, equal)).sort().values
-    return ids[z[ids].sort(descending=True, stable=True).indices]
+def leading(logits: Tensor, count: int) -> Tensor:
+    """The first `count` ids in the order (logit descending, id ascending): float32 [V] → int64 [count], on the host."""
+    return torch.from_numpy(choose_on_host.leading(logits.cpu().numpy(), count))
 
 
 def token_logprobs(logits: Tensor, token: int, alternatives: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -50,9 +50,9 @@ class Prompt:
 class ChatTokenizer:
     """A byte-level BPE tokenizer with a chat template, as a checkpoint directory holds them.
 
-    `vocab_size`: ids the tokenizer knows, added ones included. `eos_ids`: ids that end an answer. `fingerprint`:
-    sha256 over vocabulary, merges, added tokens, normalizer and pre-tokenizer; `template_fingerprint`: over the
-    template's text.
+    `vocab_size`: ids the tokenizer knows, added ones included. `added_ids`: those of literals such as `<think>`, which
+    no text tokenizes to. `eos_ids`: ids that end an answer. `fingerprint`: sha256 over vocabulary, merges, added tokens,
+    normalizer and pre-tokenizer; `template_fingerprint`: over the template's text.
     """
 
     def __init__(self, tokenizer: Any, extra_eos_ids: frozenset[int] = frozenset()) -> None:
@@ -67,6 +67,7 @@ class ChatTokenizer:
         self._literal_ids: dict[str, int] = {token.content: index for index, token in added.items()}
         self._literals = literal_pattern(self._literal_ids)
         self._added_bytes = {index: literal.encode() for literal, index in self._literal_ids.items()}
+        self.added_ids = frozenset(added)
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._pieces: dict[int, str] = {index: piece for piece, index in tokenizer.get_vocab().items()}
         self._splits_reasoning = END_THINK in self._literal_ids and "reasoning_content" in self.template
