@@ -138,11 +138,6 @@ class ChatTokenizer:
         """The id of an added token such as `</think>`, or None where the tokenizer has none of that name."""
         return self._literal_ids.get(literal)
 
-    @property
-    def added_ids(self) -> frozenset[int]:
-        """Ids of all added tokens: special ones such as `<|im_end|>` and visible ones such as `</think>`."""
-        return frozenset(self._added_bytes)
-
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of any id; empty for ids the tokenizer does not know (padding rows of the head)."""
         if token_id in self._added_bytes:
