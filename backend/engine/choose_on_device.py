@@ -68,35 +68,61 @@ class DeviceChooser:
     def __init__(
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        self._vocab, self._size = vocab, len(params)
+        self._vocab = vocab
         members: dict[int | None, list[int]] = {}
         for index, p in enumerate(params):
             members.setdefault(_width(p, vocab), []).append(index)
-        self._groups = []
-        for width, indices in members.items():
-            group = [params[i] for i in indices]
-            rows = RowParams.of(group, [positions[i] for i in indices], vocab, device) if width != GREEDY else None
-            cuts = any(p.top_p < 1 or 0 < p.top_k < vocab for p in group)
-            index = torch.tensor(indices).to(device, non_blocking=True) if len(members) > 1 else None
-            self._groups.append((width, rows, cuts, index))
+        self._groups = [
+            _Group.of(width, [params[i] for i in indices], [positions[i] for i in indices], vocab, device)
+            for width, indices in members.items()
+        ]
+        alone = len(members) == 1
+        self._where: list[Tensor | None] = [
+            None if alone else _to(torch.tensor(indices), device) for indices in members.values()
+        ]
 
     def __call__(self, logits: Tensor, first: int = 0) -> Tensor:
         """logits float32 [B, R, ≥ V], row r choosing the token at positions + first + r → int64 [B, R]."""
         logits = logits[..., : self._vocab]
         rows = logits.shape[1]
         out = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        for width, params, cuts, index in self._groups:
-            part = (logits if index is None else logits[index]).flatten(0, 1)  # [M, V]
-            if params is None:
-                chosen = part.argmax(-1)
-            elif width is None:
-                chosen = choose_among_all(part, params.block(rows, first), cuts)
-            else:
-                chosen = choose_among_leading(part, params.block(rows, first), width)
-            if index is None:
-                return chosen.view(-1, rows)
-            out[index] = chosen.view(-1, rows)
+        for group, where in zip(self._groups, self._where, strict=True):
+            part = (logits if where is None else logits[where]).flatten(0, 1)  # [M, V]
+            chosen = group.choose(part, rows, first).view(-1, rows)
+            if where is None:
+                return chosen
+            out[where] = chosen
         return out
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences chosen for alike. `width`: candidates that suffice, None where only the whole vocabulary does."""
+
+    width: int | None
+    params: RowParams
+    cuts: bool
+
+    @classmethod
+    def of(
+        cls,
+        width: int | None,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        vocab: int,
+        device: torch.device,
+    ) -> _Group:
+        cuts = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
+        # Greedy sequences have no use for parameters: nothing is transferred for them.
+        return cls(width, RowParams.of(params if width != GREEDY else (), positions, vocab, device), cuts)
+
+    def choose(self, logits: Tensor, rows: int, first: int) -> Tensor:
+        if self.width == GREEDY:
+            return logits.argmax(-1)
+        params = self.params.block(rows, first)
+        if self.width is None:
+            return choose_among_all(logits, params, self.cuts)
+        return choose_among_leading(logits, params, self.width)
 
 
 def choose_among_leading(logits: Tensor, rows: RowParams, width: int) -> Tensor:
@@ -138,7 +164,11 @@ def _width(params: SamplingParams, vocab: int) -> int | None:
 
 def _columns(table: Tensor, device: torch.device) -> tuple[Tensor, ...]:
     """[M, C] → C tensors [M, 1]."""
-    return tuple(table.to(device, non_blocking=True)[..., None].unbind(1))
+    return tuple(_to(table, device)[..., None].unbind(1))
+
+
+def _to(table: Tensor, device: torch.device) -> Tensor:
+    return table.to(device) if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def _ordered(z: Tensor) -> Tensor:

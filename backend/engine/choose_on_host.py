@@ -55,14 +55,16 @@ def truncate(z: Row, top_k: int, top_p: float, min_p: float) -> Ids:
         target = share(top_p, int(mass[-1]) if total is None else total)
         if mass[-1] >= target:
             break
-    return ids[: 1 + int(mass.searchsorted(target))]
+    kept: Ids = ids[: 1 + int(mass.searchsorted(target))]
+    return kept
 
 
 def leading(z: Row, count: int) -> Ids:
     """The first `count` ids in the order (z descending, id ascending), found without sorting the others."""
     candidates = np.flatnonzero(z >= _reached(z, count)) if count < len(z) else np.arange(len(z))
     order = np.argsort(-z[candidates], kind="stable")
-    return candidates[order[:count]]
+    best: Ids = candidates[order[:count]]
+    return best
 
 
 def weights(z: Row, peak: np.float32) -> Ids:
@@ -75,13 +77,16 @@ def share(top_p: float, total: int) -> int:
     return max(math.ceil(top_p * float(total)), 1)
 
 
-def _reached(z: Row, count: int) -> np.float32:
+def _reached(z: Row, count: int) -> float:
     """A value that at least `count` entries reach, and few more: the count-th best of interleaved blocks' maxima."""
     blocks = len(z) // _BLOCK
-    if count * 4 > blocks:
-        return np.partition(z, len(z) - count)[len(z) - count]
-    maxima = z[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(0)
-    return np.partition(maxima, blocks - count)[blocks - count]
+    if 4 * count > blocks:
+        return _nth_best(z, count)
+    return _nth_best(z[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(0), count)
+
+
+def _nth_best(values: Row, n: int) -> float:
+    return float(np.partition(values, len(values) - n)[len(values) - n])
 
 
 def _floor(peak: np.float32, min_p: float) -> np.float32:
@@ -89,7 +94,8 @@ def _floor(peak: np.float32, min_p: float) -> np.float32:
 
 
 def _above(z: Row, ids: Ids, floor: np.float32) -> Ids:
-    return ids[z[ids] >= floor]
+    kept: Ids = ids[z[ids] >= floor]
+    return kept
 
 
 def _race(z: Row, floor: np.float32, stream: Stream) -> int:

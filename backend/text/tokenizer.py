@@ -51,8 +51,8 @@ class ChatTokenizer:
     """A byte-level BPE tokenizer with a chat template, as a checkpoint directory holds them.
 
     `vocab_size`: ids the tokenizer knows, added ones included. `added_ids`: those of literals such as `<think>`, which
-    no text tokenizes to. `eos_ids`: ids that end an answer. `fingerprint`: sha256 over vocabulary, merges, added tokens,
-    normalizer and pre-tokenizer; `template_fingerprint`: over the template's text.
+    no text tokenizes to. `eos_ids`: ids that end an answer. `fingerprint`: sha256 over vocabulary, merges, added
+    tokens, normalizer and pre-tokenizer; `template_fingerprint`: over the template's text.
     """
 
     def __init__(self, tokenizer: Any, extra_eos_ids: frozenset[int] = frozenset()) -> None:
