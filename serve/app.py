@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
 from serve import errors
-from serve.api import chat, health, models
+from serve.api import admin, chat, health, models
 from serve.service import Service
 from serve.settings import Settings
 
@@ -39,5 +39,6 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
     errors.install(app)
     app.include_router(chat.router)
     app.include_router(models.router)
+    app.include_router(admin.router)
     app.include_router(health.router)
     return app

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import typer
@@ -56,7 +57,7 @@ def _options() -> list[inspect.Parameter]:
     parameters = []
     for name, field in Settings.model_fields.items():
         is_switch = field.annotation is bool
-        default = "" if field.default is None or is_switch else f" [default: {field.default}]"
+        default = "" if field.default in (None, ()) or is_switch else f" [default: {field.default}]"
         option = typer.Option(
             flag(name),
             help=f"{field.description}{default} [env: {variable(name)}]",
@@ -73,10 +74,14 @@ def _options() -> list[inspect.Parameter]:
 
 
 def _metavar(annotation: Any) -> str:
+    """What stands for a value in --help: INTEGER, on|off, INTEGER|auto, TEXT,..."""
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
-    kinds = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
-    return next(kind for python, kind in kinds.items() if annotation in (python, python | None))
+    if get_origin(annotation) is tuple:
+        return "TEXT,..."
+    if kinds := [_metavar(kind) for kind in get_args(annotation) if kind is not NoneType]:
+        return "|".join(kinds)
+    return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[annotation]
 
 
 def _command() -> Callable[..., int]:
@@ -118,10 +123,13 @@ def _local_options(settings: Settings) -> LocalOptions:
         device=settings.device,
         dtype=settings.dtype,
         drafter=settings.drafter,
+        further_drafters=settings.further_drafters,
         draft_tokens=settings.draft_tokens,
         threads=settings.threads,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        kv_memory=settings.kv_memory,
+        prefix_cache=settings.prefix_cache == "on",
     )
 
 
@@ -158,7 +166,7 @@ def _run(settings: Settings) -> int:
             info = service.backend.info()
             kept = "nothing is captured" if writer is None else f"captured in {writer.path}"
             typer.echo(
-                f"{service.model_name} (drafter {info.drafter}, {info.draft_tokens} tokens a step) at {url}, {kept}"
+                f"{service.model_name} (drafter {info.drafter}, draft tokens {info.draft_tokens}) at {url}, {kept}"
             )
             typer.echo(
                 f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "

@@ -69,6 +69,15 @@ def model_not_found(name: str, served: str) -> ApiError:
     )
 
 
+def drafter_choice_not_allowed() -> ApiError:
+    return ApiError(
+        403,
+        "'drafter' may not be chosen by requests; the server was started without --allow-drafter-choice.",
+        param="drafter",
+        code="drafter_choice_not_allowed",
+    )
+
+
 def internal() -> ApiError:
     """500 for a fault of ours; what it was is in the server's log alone."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")

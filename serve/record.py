@@ -145,6 +145,7 @@ def timings(result: Result) -> Timings:
     times, steps = result.timings, result.steps
     slots = range(max((step.drafted for step in steps), default=0))
     return Timings(
+        cache_n=result.cached_tokens,
         prompt_n=times.prompt_n,
         prompt_ms=times.prompt_ms,
         prompt_per_token_ms=_ratio(times.prompt_ms, times.prompt_n),

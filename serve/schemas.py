@@ -5,33 +5,38 @@ Knows the wire alone: no sampling defaults, no templates, no limits of a model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from backend.interface import Grammar
+from serve.constraints import ResponseFormat, StructuredOutputs
+from serve.strict import RequestModel, Text, without
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOKEN_ID = 2**31 - 1  # a vocabulary's real end is the backend's to know
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 # Parameters that OpenAI or vLLM know and we do not serve yet, each with the values that ask for nothing.
 # Null always asks for nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -40,9 +45,7 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -53,25 +56,20 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "ignore_eos": (False,),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "mm_processor_kwargs": (),
     "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "request_id": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structural_tag": (),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -86,57 +84,23 @@ NOT_YET_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _without(not_yet: Mapping[str, tuple[Any, ...]], data: Any) -> Any:
-    """The body without those parameters; one that asks for something is refused by name."""
-    if not isinstance(data, dict):
-        return data
-    for name, value in data.items():
-        if name in not_yet and not _asks_for_nothing(value, not_yet[name]):
-            raise PydanticCustomError("unsupported_parameter", "is not supported yet", {"at": (name,)})
-    return {name: value for name, value in data.items() if name not in not_yet}
-
-
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # True is 1 to Python, not to JSON.
-    return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
-
-
-def _text(content: Any) -> Any:
-    """Message content as one string: a list of text parts is joined, any other part refused."""
-    if not isinstance(content, list):
-        if content is None or isinstance(content, str):
-            return content
-        raise PydanticCustomError("content_type", "must be a string, null or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise PydanticCustomError("content_part", "must be an object with a type", {"at": (i,)})
-        if kind != "text":
-            raise PydanticCustomError(
-                "content_part", "this server reads text only, not a part of type '{kind}'", {"at": (i,), "kind": kind}
-            )
-        if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content_part", "must be a string", {"at": (i, "text")})
-        if extra := sorted(part.keys() - {"type", "text"}):
-            raise PydanticCustomError("extra_forbidden", "is unknown", {"at": (i, extra[0])})
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def _stops(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class RequestModel(BaseModel):
-    """Nothing is coerced, nothing unknown is let through, null means absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+def _biases(biases: Any) -> Any:
+    """Biases by token id: JSON has no other keys than strings."""
+    if not isinstance(biases, dict):
+        return biases
+    for key in biases:
+        if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key) and int(key) <= MAX_TOKEN_ID):
+            raise PydanticCustomError("logit_bias", "its keys are token ids, not {key}", {"key": repr(key)[:40]})
+    return {int(key): bias for key, bias in biases.items()}
 
 
 class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_text)] = None
+    content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -145,7 +109,7 @@ class Message(RequestModel):
     def _not_yet(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("role") in ("tool", "function"):
             raise PydanticCustomError("unsupported_parameter", "of a tool is not supported yet", {"at": ("role",)})
-        return _without(NOT_YET_IN_MESSAGES, data)
+        return without(NOT_YET_IN_MESSAGES, data)
 
     def plain(self) -> dict[str, str | None]:
         """The message for a chat template; content is always there, the rest where it was given."""
@@ -156,6 +120,17 @@ class Message(RequestModel):
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class Prediction(RequestModel):
+    """OpenAI's predicted output: text that much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Text
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ChatCompletionRequest(RequestModel):
@@ -178,8 +153,24 @@ class ChatCompletionRequest(RequestModel):
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(_stops)]
         | None
     ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    # vLLM takes every number above 0; beyond these float32 logits could overflow.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_biases)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    prediction: Prediction | None = None
+    drafter: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -195,17 +186,34 @@ class ChatCompletionRequest(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _not_yet(cls, data: Any) -> Any:
-        return _without(NOT_YET, data)
+        return without(NOT_YET, data)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("conflict", "differs from max_completion_tokens", {"at": ("max_tokens",)})
+        if self.limit is not None and (self.min_tokens or 0) > self.limit:
+            raise PydanticCustomError("conflict", "is more than max_tokens allows", {"at": ("min_tokens",)})
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.grammar:
+            raise PydanticCustomError(
+                "conflict", "cannot be joined with response_format", {"at": ("structured_outputs",)}
+            )
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("conflict", "needs logprobs to be true", {"at": ("top_logprobs",)})
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("conflict", "needs stream to be true", {"at": ("stream_options",)})
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to answer with, by whichever of its two names was used."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must match, by whichever of the two parameters said so."""
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.grammar
 
     @property
     def include_usage(self) -> bool:
@@ -226,20 +234,30 @@ class Logprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
 class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int
+    """Prediction tokens are 0 without a prediction, as OpenAI has it."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: int | None = None
 
 
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    completion_tokens_details: CompletionTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Timings(BaseModel):
     """llama.cpp's block, and acceptance per draft slot. Rates are null where there is nothing to divide by."""
 
+    cache_n: int  # prompt tokens taken from the prefix cache; prompt_n are the others
     prompt_n: int
     prompt_ms: float
     prompt_per_token_ms: float | None

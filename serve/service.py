@@ -13,7 +13,7 @@ from enum import Enum
 
 from backend.interface import ChatBackend, ChatRequest, EngineStats
 from capture.writer import CaptureWriter
-from serve.errors import model_not_found, unavailable
+from serve.errors import drafter_choice_not_allowed, model_not_found, unavailable
 from serve.generation import Generation
 from serve.metrics import Metrics
 from serve.record import Origin, Recorder
@@ -110,6 +110,11 @@ class Service:
         """Raises ApiError 404 for any name but the served one; None is the served one."""
         if name is not None and name != self.model_name:
             raise model_not_found(name, self.model_name)
+
+    def check_drafter(self, name: str | None) -> None:
+        """Raises ApiError 403 where a request may not name its drafter; which ones there are is the backend's."""
+        if name is not None and not self._settings.allow_drafter_choice:
+            raise drafter_choice_not_allowed()
 
     def generate(self, request: ChatRequest, origin: Origin) -> Generation:
         """Start a generation; from now on it is waited for, cancelled and recorded by this service."""

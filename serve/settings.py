@@ -6,17 +6,42 @@ Knows no tensor and opens nothing; what an option means is decided where it is u
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ENV_PREFIX = "DRAFTLOOP_"
+MOST_DRAFT_TOKENS = 8
 
 
 class SettingsError(Exception):
     """An option that cannot be used; `str(error)` is one line naming its flag and variable."""
+
+
+def _drafter(name: str) -> str:
+    match name.partition(":"):
+        case ("mtp" | "none" | "prediction", "", ""):
+            return name
+        case ("hot_vocab", _, file) if file:
+            return name
+    raise PydanticCustomError("drafter", "expected mtp, none, prediction or hot_vocab:FILE")
+
+
+def _listed(names: object) -> object:
+    return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+
+
+def _draft_tokens(count: object) -> object:
+    numbers = [str(number) for number in range(MOST_DRAFT_TOKENS + 1)]
+    if str(count) in ("auto", *numbers):
+        return count
+    raise PydanticCustomError("draft_tokens", "expected auto or 0 to {most}", {"most": MOST_DRAFT_TOKENS})
+
+
+_AT_FURTHER = {"field": "further_drafters"}
+Drafter = Annotated[str, AfterValidator(_drafter)]
 
 
 class Settings(BaseSettings):
@@ -34,13 +59,34 @@ class Settings(BaseSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Precision of weights and activations.")
-    drafter: Literal["mtp", "none"] = Field(
-        "mtp", description="What proposes tokens: the model's MTP head, or nothing."
+    drafter: Drafter = Field(
+        "mtp",
+        description="What proposes tokens: mtp (the model's own head), hot_vocab:FILE (that head cut to FILE's "
+        "vocabulary), prediction (the client's prediction and what the prompt repeats), or none.",
     )
-    draft_tokens: int = Field(2, ge=0, le=8, description="Tokens proposed in each verify step, 0 to 8.")
+    further_drafters: Annotated[tuple[Drafter, ...], NoDecode, BeforeValidator(_listed)] = Field(
+        (),
+        description="Drafters loaded beside --drafter, separated by commas, for requests to choose; needs "
+        "--allow-drafter-choice.",
+    )
+    allow_drafter_choice: bool = Field(False, description="Let a request name its drafter in the field drafter.")
+    draft_tokens: Annotated[int | Literal["auto"], BeforeValidator(_draft_tokens)] = Field(
+        2,
+        description=f"Tokens proposed in each verify step, 0 to {MOST_DRAFT_TOKENS}; auto: as many as pay, from "
+        "measured acceptance and cost.",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads. Unset: 1 for small models, else torch's choice.")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and answer. Unset: the model's.")
     max_num_seqs: int = Field(16, ge=1, description="Most requests decoded at a time; further ones wait.")
+    kv_memory: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="GiB for cached keys, values and states. Unset: from the free memory.",
+    )
+    prefix_cache: Literal["on", "off"] = Field(
+        "on", description="Reuse what was computed for a prompt where another one begins alike."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow an address other machines can reach, without any key.")
@@ -65,6 +111,17 @@ class Settings(BaseSettings):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
         "warning", description="What is logged to stderr; info includes one line per request."
     )
+
+    @model_validator(mode="after")
+    def _drafters_can_be_chosen(self) -> Self:
+        kinds = [name.partition(":")[0] for name in (self.drafter, *self.further_drafters)]
+        if self.further_drafters and not self.allow_drafter_choice:
+            raise PydanticCustomError(
+                "unused_drafters", "no request could choose them; give --allow-drafter-choice too", _AT_FURTHER
+            )
+        if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+            raise PydanticCustomError("drafter_twice", "{kind} is given twice", {**_AT_FURTHER, "kind": twice})
+        return self
 
     @model_validator(mode="after")
     def _no_open_door(self) -> Self:
@@ -103,6 +160,7 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -274,8 +274,13 @@ def _script(request: ChatRequest, default: Script) -> Script:
 
 def _main() -> None:
     from serve import cli
+    from serve.settings import Settings
 
-    cli.make_backend = lambda settings: FakeBackend()
+    def make_backend(settings: Settings) -> FakeBackend:
+        names = (settings.drafter, *settings.further_drafters)
+        return FakeBackend(drafters=tuple(name.partition(":")[0] for name in names))
+
+    cli.make_backend = make_backend
     cli.main()
 
 

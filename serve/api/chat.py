@@ -33,6 +33,7 @@ from serve.schemas import (
     CompletionTokensDetails,
     Delta,
     Logprobs,
+    PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -54,6 +55,7 @@ async def create_chat_completion(request: Request) -> Response:
     arrived = time.perf_counter()
     call, sent = await body.read(request, ChatCompletionRequest)
     service.check_model(call.model)
+    service.check_drafter(call.drafter)
     origin = Origin(
         model=service.model_name,
         body=sent,
@@ -74,8 +76,11 @@ async def create_chat_completion(request: Request) -> Response:
     try:
         await _while_connected(request, answer.generation, answer.generation.begin())
     except InvalidRequest as error:
+        # The backend knows one name of these, the API two.
         if error.param == "max_tokens" and call.max_completion_tokens is not None:
-            error.param = "max_completion_tokens"  # the backend knows one name of the limit, the API two
+            error.param = "max_completion_tokens"
+        if error.param == "response_format" and call.structured_outputs is not None:
+            error.param = "structured_outputs"
         raise
     if call.stream:
         return answer.stream()
@@ -106,11 +111,23 @@ def _chat_request(call: ChatCompletionRequest, request_id: str) -> ChatRequest:
             top_k=None if call.top_k is None else max(call.top_k, 0),
             min_p=call.min_p,
             seed=call.seed,
-            max_tokens=call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens,
+            max_tokens=call.limit,
             stop=tuple(call.stop or ()),
             top_logprobs=call.top_logprobs or 0,
+            presence_penalty=call.presence_penalty,
+            frequency_penalty=call.frequency_penalty,
+            repetition_penalty=call.repetition_penalty,
+            logit_bias=call.logit_bias or {},
+            bad_words=tuple(call.bad_words or ()),
+            min_tokens=call.min_tokens or 0,
+            ignore_eos=bool(call.ignore_eos),
+            stop_token_ids=tuple(call.stop_token_ids or ()),
+            grammar=call.grammar,
         ),
         template_kwargs=call.chat_template_kwargs or {},
+        prediction=None if call.prediction is None else call.prediction.content,
+        drafter=call.drafter,
+        cache_salt=call.cache_salt,
     )
 
 
@@ -264,7 +281,15 @@ def _finish_reason(result: Result) -> Literal["stop", "length"]:
 
 def _usage(result: Result) -> Usage:
     prompt, completion = len(result.prompt_ids), len(result.completion_ids)
-    details: dict[str, Any] = {}
-    if result.reasoning_tokens is not None:
-        details["completion_tokens_details"] = CompletionTokensDetails(reasoning_tokens=result.reasoning_tokens)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, **details)
+    reasoning = {} if result.reasoning_tokens is None else {"reasoning_tokens": result.reasoning_tokens}
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=result.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=result.accepted_prediction_tokens or 0,
+            rejected_prediction_tokens=result.rejected_prediction_tokens or 0,
+            **reasoning,
+        ),
+    )

@@ -89,7 +89,13 @@ def test_usage_comes_in_a_chunk_of_its_own_only_when_asked_for(serve):
     server = serve()
     *others, last = chunks(server, stream_options={"include_usage": True})
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 10, "total_tokens": 17}
+    assert last["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 10,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+    }
     assert all(chunk["usage"] is None for chunk in others)
     assert others[-1]["choices"][0]["finish_reason"] == "stop"
 

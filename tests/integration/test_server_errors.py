@@ -47,6 +47,28 @@ OUT_OF_RANGE = [
     ("top_logprobs", 65),
     ("stop", ""),
     ("stop", ["x"] * 17),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", [1] * 129),
+    ("min_tokens", -1),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", -2.1),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 101),
+    ("logit_bias", {"5": 100.5}),
+    ("logit_bias", {"5": -101}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"hello": 1}),
+    ("logit_bias", {"05": 1}),
+    ("logit_bias", {str(2**31): 1}),
+    ("logit_bias", {str(token): 1 for token in range(1025)}),
+    ("bad_words", [""]),
+    ("bad_words", ["x"] * 257),
+    ("cache_salt", ""),
+    ("drafter", ""),
     ("messages", []),
 ]
 WRONG_TYPES = [
@@ -62,6 +84,21 @@ WRONG_TYPES = [
     ("user", 7),
     ("chat_template_kwargs", []),
     ("stream_options", True),
+    ("stop_token_ids", [1.5]),
+    ("stop_token_ids", 1),
+    ("min_tokens", 1.5),
+    ("ignore_eos", 1),
+    ("presence_penalty", "0"),
+    ("repetition_penalty", True),
+    ("logit_bias", [[5, 1]]),
+    ("logit_bias", {"5": "1"}),
+    ("logit_bias", {"5": None}),
+    ("bad_words", "x"),
+    ("cache_salt", 5),
+    ("drafter", 5),
+    ("prediction", "x"),
+    ("response_format", "json_object"),
+    ("structured_outputs", []),
     ("messages", "Hi"),
     ("messages", None),
 ]
@@ -102,28 +139,70 @@ def test_an_image_is_refused_clearly(server):
     assert "text only" in told["message"]
 
 
+WRONG_OUTPUTS = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": None}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "mood": "good"}}, "structured_outputs.mood"),
+    ({"prediction": {"content": "x"}}, "prediction.type"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": None}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0]"),
+]
+
+
+@pytest.mark.parametrize(("given", "param"), WRONG_OUTPUTS)
+def test_a_wrong_shape_of_the_output_is_refused_naming_the_place(server, given, param):
+    before = len(server.backend.requests)
+    told = error(server.chat(**given), 400)
+    assert told["param"] == param
+    assert param in told["message"]
+    assert len(server.backend.requests) == before
+
+
 NOT_YET = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}),
-    ("logit_bias", {"5": 1}),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
     ("n", 2),
     ("n", True),
     ("functions", [{"name": "f"}]),
-    ("prediction", {"type": "content", "content": "x"}),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("reasoning_effort", "high"),
     ("web_search_options", {}),
-    ("stop_token_ids", [1]),
-    ("min_tokens", 1),
-    ("bad_words", ["x"]),
-    ("ignore_eos", True),
     ("guided_json", {}),
-    ("structured_outputs", {"json": {}}),
     ("verbosity", "low"),
 ]
 
@@ -170,6 +249,9 @@ def test_an_unknown_parameter_is_never_ignored(server):
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_parameters_that_contradict_each_other_are_refused(server, given, param):
@@ -237,6 +319,33 @@ def test_what_the_backend_refuses_has_its_own_status_even_when_streaming(serve, 
     told = error(server.chat(stream=stream), 400)
     assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
     assert server.rows() == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "("}},
+    ],
+)
+def test_a_grammar_the_backend_refuses_is_named_as_the_client_named_it(serve, asked):
+    server = serve(Script(refuses_grammar="That is no grammar."))
+    told = error(server.chat(**asked), 400)
+    assert (told["param"], told["message"]) == (next(iter(asked)), "That is no grammar.")
+
+
+def test_a_drafter_may_be_named_only_where_the_server_allows_it(serve):
+    server = serve()
+    with pytest.raises(openai.PermissionDeniedError) as caught:
+        server.openai.chat.completions.create(model="fake", messages=[USER], extra_body={"drafter": "mtp"})
+    assert (caught.value.param, caught.value.code) == ("drafter", "drafter_choice_not_allowed")
+    assert "--allow-drafter-choice" in str(caught.value)
+    assert server.backend.requests == []
+
+
+def test_a_drafter_that_is_not_loaded_is_refused(serve):
+    server = serve(allow_drafter_choice=True)
+    assert error(server.chat(drafter="student"), 400)["param"] == "drafter"
 
 
 def test_a_failed_generation_is_an_error(serve):

@@ -52,6 +52,40 @@ def test_running_requests_and_the_cache_are_gauges(serve):
         assert server.metric("kv_cache_usage_ratio") == 0.25
 
 
+def test_every_drafter_counts_apart(serve):
+    server = serve(backend=FakeBackend(drafters=("mtp", "prediction")), allow_drafter_choice=True)
+    timings = {
+        name: [server.chat(drafter=name, max_tokens=limit).json()["timings"] for limit in limits]
+        for name, limits in {"mtp": (10,), "prediction": (5, 7)}.items()
+    }
+    for name, blocks in timings.items():
+        for slot in range(SLOTS):
+            labels = {"drafter": name, "position": str(slot)}
+            proposed = sum(block["draft_n_per_pos"][slot] for block in blocks if slot < len(block["draft_n_per_pos"]))
+            accepted = sum(
+                block["draft_n_accepted_per_pos"][slot] for block in blocks if slot < len(block["draft_n_per_pos"])
+            )
+            assert server.metric("spec_decode_num_draft_tokens_per_pos_total", **labels) == proposed > 0
+            assert server.metric("spec_decode_num_accepted_tokens_per_pos_total", **labels) == accepted
+            assert server.metric("spec_decode_acceptance_ratio", **labels) == pytest.approx(accepted / proposed)
+        total = sum(block["draft_n"] for block in blocks)
+        assert server.metric("spec_decode_num_draft_tokens_total", drafter=name) == total
+    assert server.metric("spec_decode_num_drafts_total", drafter="mtp") == 3
+    page = server.http.get("/").text
+    assert "Drafters: mtp, prediction" in page
+    assert page.count("  prediction\n") + page.count("  prediction<") == SLOTS
+
+
+def test_the_prefix_cache_preemptions_and_the_draft_length_are_told(serve):
+    server = serve(Script(cached=5))
+    server.chat()
+    server.chat()
+    assert server.metric("prefix_cache_queries_total") == 14
+    assert server.metric("prefix_cache_hits_total") == 10
+    assert server.metric("num_preemptions_total") == 2
+    assert server.metric("spec_decode_draft_length") == SLOTS
+
+
 def test_latencies_measure_the_wait(serve):
     server = serve(Script(first_pause=0.2, pieces=(b"a", b"b"), pause=0.1))
     server.chat()

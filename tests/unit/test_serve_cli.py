@@ -19,11 +19,15 @@ VALUES = {
     "served_model_name": "mine",
     "device": "cpu",
     "dtype": "float32",
-    "drafter": "none",
+    "drafter": "hot_vocab:words.safetensors",
+    "further_drafters": "none, prediction",
+    "allow_drafter_choice": "true",
     "draft_tokens": "8",
     "threads": "3",
     "max_model_len": "512",
     "max_num_seqs": "4",
+    "kv_memory": "1.5",
+    "prefix_cache": "off",
     "host": "127.0.0.2",
     "port": "0",
     "insecure": "true",
@@ -64,7 +68,10 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("name", VALUES)
 def test_every_setting_has_its_flag_and_its_variable(parse, monkeypatch, name):
     default = getattr(parse(), name)
-    by_flag = parse(flag(name), *([] if name == "insecure" else [VALUES[name]]))
+    if name == "further_drafters":
+        monkeypatch.setenv(variable("allow_drafter_choice"), "true")
+    is_switch = Settings.model_fields[name].annotation is bool
+    by_flag = parse(flag(name), *([] if is_switch else [VALUES[name]]))
     monkeypatch.setenv(variable(name), VALUES[name])
     assert getattr(by_flag, name) == getattr(parse(), name) != default
 
@@ -93,10 +100,11 @@ def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
     for name, field in Settings.model_fields.items():
         assert flag(name) in told
         assert variable(name) in told
-        if field.default not in (None, False):
+        if field.default not in (None, False, ()):
             assert f"[default: {field.default}]" in told
         choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
         assert not choices or "|".join(choices) in told
+    assert "--draft-tokens INTEGER|auto" in told
     assert "--selftest" in told
 
 
@@ -106,7 +114,20 @@ def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
         (["--port", "70000"], "--port (DRAFTLOOP_PORT)"),
         (["--port", "http"], "--port"),
         (["--draft-tokens", "9"], "--draft-tokens"),
+        (["--draft-tokens", "-1"], "--draft-tokens"),
+        (["--draft-tokens", "many"], "expected auto or 0 to 8"),
         (["--drafter", "student"], "--drafter"),
+        (["--drafter", "hot_vocab"], "hot_vocab:FILE"),
+        (["--drafter", "hot_vocab:"], "hot_vocab:FILE"),
+        (["--drafter", "mtp:file"], "--drafter"),
+        (["--further-drafters", "none"], "--allow-drafter-choice"),
+        (["--further-drafters", "none,student", "--allow-drafter-choice"], "--further-drafters"),
+        (["--further-drafters", "none,", "--allow-drafter-choice"], "--further-drafters"),
+        (["--further-drafters", "none,mtp", "--allow-drafter-choice"], "mtp is given twice"),
+        (["--drafter", "hot_vocab:a", "--further-drafters", "hot_vocab:b", "--allow-drafter-choice"], "given twice"),
+        (["--kv-memory", "0"], "--kv-memory"),
+        (["--kv-memory", "nan"], "--kv-memory"),
+        (["--prefix-cache", "maybe"], "--prefix-cache"),
         (["--capture-commit-timeout", "inf"], "--capture-commit-timeout"),
         (["--shutdown-grace", "-1"], "--shutdown-grace"),
         (["--no-such-flag"], "--no-such-flag"),
@@ -136,6 +157,16 @@ def test_a_wrong_variable_is_named_too(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     assert "DRAFTLOOP_PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["auto", *range(9)])
+def test_draft_tokens_are_a_number_or_auto(parse, given):
+    assert parse("--draft-tokens", str(given)).draft_tokens == given
+
+
+def test_further_drafters_are_split_at_commas(parse):
+    settings = parse("--allow-drafter-choice", "--further-drafters", "hot_vocab:a b.safetensors , none")
+    assert settings.further_drafters == ("hot_vocab:a b.safetensors", "none")
 
 
 def test_insecure_allows_any_address(parse):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -13,15 +14,13 @@ from serve.errors import from_validation
 from serve.schemas import NOT_YET, NOT_YET_IN_MESSAGES, ChatCompletionRequest
 
 USER = {"role": "user", "content": "Hi"}
+KEYS = ["role", "content", "type", "text", "x", "include_usage", "json", "regex", "json_schema", "schema", "5", "-5"]
 KNOWN = [*ChatCompletionRequest.model_fields, *NOT_YET]
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 values = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x", "include_usage"]), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
     max_leaves=8,
 )
 
@@ -76,6 +75,28 @@ def test_no_parameter_is_both_served_and_not():
 def test_text_parts_are_joined_without_anything_between(texts):
     message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
     assert parse(messages=[message]).messages[0].plain() == {"role": "user", "content": "".join(texts)}
+
+
+@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), st.text(max_size=6))
+def test_choices_match_themselves_and_nothing_else(choices, other):
+    grammar = parse(structured_outputs={"choice": choices}).grammar
+    assert grammar.kind == "regex"
+    for text in (*choices, other):
+        assert bool(re.fullmatch(grammar.source, text)) == (text in choices)
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=6), min_size=1, max_size=4), st.text(max_size=6)
+)
+def test_the_grammar_compiler_reads_choices_as_they_were_meant(choices, other):
+    llguidance = pytest.importorskip("llguidance")
+    grammar = llguidance.LLMatcher.grammar_from_regex(parse(structured_outputs={"choice": choices}).grammar.source)
+    tokenizer = llguidance.LLTokenizer("byte")
+    for text in (*choices, other):
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        assert not matcher.get_error()
+        matches = matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+        assert matches == (text in choices)
 
 
 def test_content_may_be_null_or_missing():
