@@ -69,7 +69,8 @@ def leading(z: Row, count: int) -> Ids:
 
 def weights(z: Row, peak: np.float32) -> Ids:
     """exp(z - peak) in units of 2^-40, rounded down: int64, exact to sum over any vocabulary."""
-    return (np.exp(z - peak) * np.float32(WEIGHT_ONE)).astype(np.int64)
+    whole: Ids = (np.exp(z - peak) * np.float32(WEIGHT_ONE)).astype(np.int64)
+    return whole
 
 
 def share(top_p: float, total: int) -> int:

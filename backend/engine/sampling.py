@@ -26,6 +26,14 @@ class Matcher(Protocol):
     """A grammar's progress through one answer (`backend.text.grammar.GrammarMatcher`)."""
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Ids that are the model's own end of text."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the answer cannot go on, if it cannot."""
+
+    @property
     def accepts(self) -> bool:
         """The answer may end here."""
 
@@ -69,6 +77,11 @@ class Sampler:
         """The grammar is complete: only ends are chosen."""
         return self.matcher is not None and self.matcher.finished
 
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar cannot go on although the answer does not match it yet; only ends are chosen then."""
+        return self.matcher.failure if self.matcher else None
+
     def accept(self, token: int) -> None:
         """Take a token of the output into the history."""
         self.count += 1
@@ -102,7 +115,8 @@ class Sampler:
         allowed = np.zeros(self.vocab, np.bool_)
         allowed[: len(text)] = text
         if matcher.accepts or not allowed.any():
-            allowed[[token for token in self.params.stop_token_ids if token < self.vocab]] = True
+            ends = [token for token in self.params.stop_token_ids or matcher.ends if token < self.vocab]
+            allowed[ends] = True
         return allowed
 
 
