@@ -100,7 +100,7 @@ class _Group:
     """Sequences chosen for alike. `width`: candidates that suffice, None where only the whole vocabulary does."""
 
     width: int | None
-    params: RowParams
+    params: RowParams | None  # greedy sequences have no use for any
     cuts: bool
 
     @classmethod
@@ -113,11 +113,10 @@ class _Group:
         device: torch.device,
     ) -> _Group:
         cuts = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
-        # Greedy sequences have no use for parameters: nothing is transferred for them.
-        return cls(width, RowParams.of(params if width != GREEDY else (), positions, vocab, device), cuts)
+        return cls(width, None if width == GREEDY else RowParams.of(params, positions, vocab, device), cuts)
 
     def choose(self, logits: Tensor, rows: int, first: int) -> Tensor:
-        if self.width == GREEDY:
+        if self.params is None:
             return logits.argmax(-1)
         params = self.params.block(rows, first)
         if self.width is None:
@@ -139,7 +138,8 @@ def choose_among_leading(logits: Tensor, rows: RowParams, width: int) -> Tensor:
     before = weight.cumsum(-1) - weight
     keep &= (before < _share(rows.top_p, weight)) | (rows.top_p >= 1)
     scores = (z + device_noise(rows, ids)).where(keep, -torch.inf)
-    return ids.where(scores == scores.amax(-1, keepdim=True), vocab).amin(-1)
+    best_ids = ids.where(scores == scores.amax(-1, keepdim=True), vocab)
+    return best_ids.amin(-1).clamp(max=vocab - 1)  # where logits are not numbers, none is best
 
 
 def choose_among_all(logits: Tensor, rows: RowParams, cuts: bool) -> Tensor:

@@ -48,7 +48,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._ends = tokenizer.eos_ids
         self._text = np.ones(tokenizer.vocab_size, np.bool_)
-        self._text[sorted(tokenizer.added_ids | tokenizer.eos_ids)] = False
+        self._text[[token for token in tokenizer.added_ids | self._ends if token < len(self._text)]] = False
         self._lock = threading.Lock()
         self._compiled = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
 
@@ -60,6 +60,8 @@ class GrammarCompiler:
         return GrammarMatcher(self._compiled(grammar).deep_copy(), self._text, self._ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        if not self._ends:
+            raise _invalid(grammar, "the model has no end of text")
         most = MAX_LARK_SOURCE if grammar.kind == "lark" else MAX_SOURCE
         if len(grammar.source) > most:
             raise _invalid(grammar, f"it is longer than {most} characters")
@@ -156,7 +158,9 @@ class _Vocabulary:
             b"" if token in tokenizer.added_ids else tokenizer.token_bytes(token)
             for token in range(tokenizer.vocab_size)
         ]
-        for token in tokenizer.eos_ids:  # llguidance wants a name; 0xFF marks what is not text
+        for token in tokenizer.eos_ids & set(
+            range(tokenizer.vocab_size)
+        ):  # llguidance wants a name; 0xFF marks what is not text
             self.tokens[token] = b"\xff<end>"
 
     def __call__(self, text: str | bytes) -> list[int]:
