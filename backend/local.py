@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from backend.drafters.mtp import MTPDrafter
-from backend.drafters.protocol import Drafter
-from backend.engine.build import build_string, describe_build
+from backend.drafters.prediction import PredictionState
 from backend.engine.engine import Engine
-from backend.engine.probe import ProbeReport, probe
-from backend.engine.runner import Runner
-from backend.engine.sampling import Sampler, SamplingParams
+from backend.engine.loop import Loop
+from backend.engine.parameters import SamplingParams
+from backend.engine.sampling import Sampler
 from backend.engine.sequence import Emission, EmittedToken, Sequence
-from backend.engine.speculation import Speculation
+from backend.engine.speculation import GRAMMAR, PREDICTION
+from backend.engine.statistics import SpeculationCounts
 from backend.interface import (
     Alternative,
     BackendError,
@@ -29,130 +26,44 @@ from backend.interface import (
     ChatEvent,
     ChatRequest,
     EngineStats,
-    Fingerprints,
     InvalidRequest,
     ModelInfo,
     Result,
+    SamplingRequest,
     Timings,
     TokenInfo,
 )
-from backend.models.config import ModelConfig
-from backend.models.hub import resolve_model
-from backend.models.weights import load_model
+from backend.loading import MOST_DRAFTS, Loaded, LocalOptions, load
 from backend.text.answer import AnswerText
-from backend.text.defaults import SamplingDefaults
+from backend.text.grammar import GrammarMatcher
 from backend.text.reasoning import ReasoningSplitter
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
-_WORTH_SHARING = 512  # hidden size
-CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
-
-
-def default_model(device: str) -> str:
-    """What to serve where nothing was asked for: the bundled model without a GPU, the 9B with one."""
-    return GPU_MODEL if device != "cpu" and torch.cuda.is_available() else CPU_MODEL
-
-
-@dataclass(frozen=True)
-class LocalOptions:
-    """How to load and decode. `device` and `dtype` may be "auto"; `threads` None leaves it to the model's size."""
-
-    model: str = "tiny"
-    device: str = "auto"  # auto | cpu | cuda[:N]
-    dtype: str = "auto"  # auto | bfloat16 | float32
-    drafter: str = "mtp"  # mtp | none
-    draft_tokens: int = 2  # 0 … 8
-    threads: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model ready to decode, and the facts about it."""
-
-    speculation: Speculation
-    tokenizer: ChatTokenizer
-    config: ModelConfig
-    defaults: SamplingDefaults
-    fingerprints: Fingerprints
-    build: dict[str, object]
-    probe: ProbeReport
-
-    @property
-    def vocab(self) -> int:
-        """Ids that may be chosen: the head's rows past the tokenizer's are padding."""
-        return min(self.config.vocab_size, self.tokenizer.vocab_size)
-
-
-def load(options: LocalOptions) -> Loaded:
-    """Weights, tokenizer, probe and drafter, on the calling thread. Raises BackendError in one line."""
-    device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
-    directory = resolve_model(options.model)
-    torch.set_num_threads(options.threads or _default_threads(ModelConfig.from_directory(directory)))
-    tokenizer = ChatTokenizer.load(directory)
-    with_mtp = options.drafter == "mtp"
-    loaded = load_model(directory, device, dtype, with_mtp=with_mtp)
-    runner = Runner(loaded.model)
-    with torch.inference_mode():
-        report = probe(runner)
-    drafter: Drafter | None = MTPDrafter(loaded.model, loaded.drafter) if with_mtp else None
-    build = describe_build(runner, report)
-    fingerprints = Fingerprints(
-        weights=loaded.weights,
-        tokenizer=tokenizer.fingerprint,
-        chat_template=tokenizer.template_fingerprint,
-        drafter=loaded.drafter,
-        build=build_string(build),
-    )
-    speculation = Speculation(runner, drafter, options.draft_tokens if drafter else 0)
-    defaults = SamplingDefaults.load(directory)
-    return Loaded(speculation, tokenizer, loaded.config, defaults, fingerprints, build, report)
-
-
-def _default_threads(config: ModelConfig) -> int:
-    """One for models whose products are too small to share: there the threads' waiting costs more than they save."""
-    return 1 if config.hidden_size < _WORTH_SHARING else torch.get_num_threads()
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise BackendError(f"device {name!r} asked for, but torch sees no CUDA device")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise BackendError(f"unknown device {name!r}: expected auto, cpu or cuda") from None
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    known = {"bfloat16": torch.bfloat16, "float32": torch.float32, "auto": torch.bfloat16}
-    if name not in known:
-        raise BackendError(f"unknown dtype {name!r}: expected auto, bfloat16 or float32")
-    return known[name]
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_KINDS = ("mtp", "none", "prediction", "hot_vocab")
 
 
 class LocalBackend:
     """See `backend.interface.ChatBackend`."""
 
     def __init__(self, options: LocalOptions) -> None:
-        if options.drafter not in ("mtp", "none"):
-            raise BackendError(f"unknown drafter {options.drafter!r}: expected mtp or none")
-        if not 0 <= options.draft_tokens <= 8:
-            raise BackendError(f"draft_tokens is {options.draft_tokens}: expected 0 to 8")
+        kinds = [name.partition(":")[0] for name in (options.drafter, *options.further_drafters)]
+        if unknown := [kind for kind in kinds if kind not in _KINDS]:
+            raise BackendError(f"unknown drafter {unknown[0]!r}: expected mtp, none, prediction or hot_vocab:FILE")
+        if options.draft_tokens != "auto" and not 0 <= options.draft_tokens <= MOST_DRAFTS:
+            raise BackendError(f"draft_tokens is {options.draft_tokens}: expected auto or 0 to {MOST_DRAFTS}")
         self._options = options
         self._loaded: Loaded | None = None
         self._encoding: set[str] = set()  # requests still wanted whose prompt is being made: the engine knows none yet
-        slots = options.draft_tokens if options.drafter != "none" else 0
-        self._engine = Engine(self._load, max_sequences=options.max_num_seqs, draft_slots=slots)
+        slots = MOST_DRAFTS if options.draft_tokens == "auto" else options.draft_tokens
+        sources = dict.fromkeys([name.partition(":")[0] for name in options.drafters] + [PREDICTION, GRAMMAR])
+        self._counts = SpeculationCounts(sources, slots)
+        self._engine = Engine(self._load, self._counts)
 
-    def _load(self) -> Speculation:
+    def _load(self) -> Loop:
         self._loaded = load(self._options)
-        return self._loaded.speculation
+        return self._loaded.loop
 
     async def start(self) -> None:
         await asyncio.to_thread(self._engine.start)
@@ -171,8 +82,9 @@ class LocalBackend:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens a sequence may hold, prompt and answer together."""
-        longest = self._ready.config.max_position_embeddings
+        """Tokens a sequence may hold, prompt and answer together: the model's limit, or less where memory is short."""
+        loaded = self._ready
+        longest = min(loaded.config.max_position_embeddings, loaded.loop.scheduler.longest)
         return min(self._options.max_model_len or longest, longest)
 
     def info(self) -> ModelInfo:
@@ -180,34 +92,47 @@ class LocalBackend:
         return ModelInfo(
             name=self._options.name or self._options.model,
             max_model_len=self.max_model_len,
-            drafter=self._drafter_name,
-            draft_tokens=loaded.speculation.draft_tokens,
+            drafter=loaded.default.name if loaded.default else "none",
+            draft_tokens=self._options.draft_tokens if loaded.default else 0,
             fingerprints=loaded.fingerprints,
             build=loaded.build,
             probe=loaded.probe.as_json(),
         )
 
-    @property
-    def _drafter_name(self) -> str:
-        drafter = self._ready.speculation.drafter
-        return drafter.name if drafter else "none"
-
     def stats(self) -> EngineStats:
-        running, waiting, tokens = self._engine.load()
-        drafts, proposed, accepted, recent_proposed, recent_accepted = self._engine.counts.snapshot()
+        loop = self._ready.loop
+        prefix = loop.scheduler.prefix
         return EngineStats(
-            running=running,
-            waiting=waiting,
-            kv_cache_usage=min(tokens / (self._options.max_num_seqs * self.max_model_len), 1.0),
-            drafter=self._drafter_name,
-            drafts=drafts,
-            draft_tokens=sum(proposed),
-            accepted_tokens=sum(accepted),
-            draft_tokens_per_pos=proposed,
-            accepted_tokens_per_pos=accepted,
-            recent_draft_tokens_per_pos=recent_proposed,
-            recent_accepted_tokens_per_pos=recent_accepted,
+            running=len(loop.scheduler.running),
+            waiting=self._engine.waiting,
+            kv_cache_usage=loop.scheduler.usage,
+            prefix_cache_queries=prefix.queries if prefix is not None else 0,
+            prefix_cache_hits=prefix.hits if prefix is not None else 0,
+            preemptions=loop.scheduler.preemptions,
+            draft_tokens=loop.speculation.draft_tokens,
+            drafters=self._counts.snapshot(),
         )
+
+    def engine(self) -> Mapping[str, Any]:
+        loaded = self._ready
+        scheduler, table = loaded.loop.scheduler, loaded.loop.scheduler.memory.table
+        prefix = scheduler.prefix
+        return {
+            "running": [_describe(sequence) for sequence in list(scheduler.running)],
+            "waiting": self._engine.waiting,
+            "preemptions": scheduler.preemptions,
+            "draft_tokens": {"asked": self._options.draft_tokens, "now": loaded.loop.speculation.draft_tokens},
+            "drafters": {name: drafter.fingerprint for name, drafter in loaded.drafters.items()},
+            "pages": {"total": table.total, "free": table.free, "held_by_running": scheduler.usage},
+            "prefix_cache": {
+                "snapshots": len(prefix),
+                "snapshot_bytes": prefix.bytes,
+                "queried_tokens": prefix.queries,
+                "hit_tokens": prefix.hits,
+            }
+            if prefix is not None
+            else None,
+        }
 
     def cancel(self, request_id: str) -> None:
         self._encoding.discard(request_id)
@@ -228,7 +153,16 @@ class LocalBackend:
             with suppress(RuntimeError):  # the loop is gone: so is whoever would read it
                 loop.call_soon_threadsafe(emissions.put_nowait, emission)
 
-        sequence = self._sequence(request, prompt, deliver)
+        matcher = None
+        if request.sampling.grammar:
+            if prompt.in_reasoning:
+                raise InvalidRequest(
+                    "A grammar while the model thinks is not supported yet: "
+                    'set chat_template_kwargs {"enable_thinking": false}.',
+                    param="chat_template_kwargs",
+                )
+            matcher = await asyncio.to_thread(loaded.grammars.matcher, request.sampling.grammar)
+        sequence = self._sequence(request, prompt, matcher, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
         answer = _Answer(loaded, prompt, sequence, request.sampling.stop)
@@ -241,7 +175,13 @@ class LocalBackend:
         finally:
             self._engine.cancel(sequence.id)
 
-    def _sequence(self, request: ChatRequest, prompt: Prompt, deliver: Callable[[Emission], None]) -> Sequence:
+    def _sequence(
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        matcher: GrammarMatcher | None,
+        deliver: Callable[[Emission], None],
+    ) -> Sequence:
         loaded, asked = self._ready, request.sampling
         room = self.max_model_len - len(prompt.ids)
         if room < 1:
@@ -258,24 +198,68 @@ class LocalBackend:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        defaults = loaded.defaults.for_mode(thinking=prompt.in_reasoning)
-        params = SamplingParams(
-            temperature=defaults.temperature if asked.temperature is None else asked.temperature,
-            top_p=defaults.top_p if asked.top_p is None else asked.top_p,
-            top_k=defaults.top_k if asked.top_k is None else asked.top_k,
-            min_p=defaults.min_p if asked.min_p is None else asked.min_p,
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        )
+        params = self._params(asked, prompt)
+        drafter = loaded.default
+        if request.drafter is not None:
+            if request.drafter != "none" and request.drafter not in loaded.drafters:
+                known = ", ".join([*loaded.drafters, "none"])
+                raise InvalidRequest(f"There is no drafter {request.drafter!r} here, only {known}.", param="drafter")
+            drafter = loaded.drafters.get(request.drafter)
+        predicted = loaded.tokenizer.plain(request.prediction) if request.prediction else None
         return Sequence(
             id=request.id,
             prompt=prompt.ids,
-            sampler=Sampler(params, loaded.vocab),
+            sampler=Sampler(params, loaded.vocab, prompt.ids, matcher),
             max_tokens=asked.max_tokens or min(room, DEFAULT_MAX_TOKENS),
-            eos_ids=loaded.tokenizer.eos_ids,
+            eos_ids=params.stop_token_ids,
             text=AnswerText(loaded.tokenizer.text_bytes, asked.stop),
             alternatives=asked.top_logprobs,
             on_emission=deliver,
+            drafter=drafter,
+            prediction=PredictionState(prompt.ids, predicted) if predicted else None,
+            salt=request.cache_salt or "",
+            last_turn=prompt.last_user_start,
         )
+
+    def _params(self, asked: SamplingRequest, prompt: Prompt) -> SamplingParams:
+        """Effective values: what was asked for, else the defaults of the model and its thinking mode."""
+        loaded = self._ready
+        defaults = loaded.defaults.for_mode(thinking=prompt.in_reasoning)
+        given = {
+            name: getattr(defaults, name) if (value := getattr(asked, name)) is None else value
+            for name in (*("temperature", "top_p", "top_k", "min_p"), *PENALTIES)
+        }
+        if wrong := [token for token in (*asked.logit_bias, *asked.stop_token_ids) if not 0 <= token < loaded.vocab]:
+            where = "logit_bias" if wrong[0] in asked.logit_bias else "stop_token_ids"
+            raise InvalidRequest(f"There is no token {wrong[0]}: ids are 0 to {loaded.vocab - 1}.", param=where)
+        ends = frozenset() if asked.ignore_eos else loaded.tokenizer.eos_ids
+        return SamplingParams(
+            **given,
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            logit_bias=tuple(sorted(asked.logit_bias.items())),
+            bad_words=_bad_word_ids(loaded.tokenizer, asked.bad_words),
+            min_tokens=asked.min_tokens,
+            stop_token_ids=ends | frozenset(asked.stop_token_ids),
+        )
+
+
+def _bad_word_ids(tokenizer: ChatTokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands and after a space, as vLLM bans them."""
+    spelled = (prefix + word.lstrip() for word in words for prefix in ("", " "))
+    return tuple(dict.fromkeys(tuple(tokenizer.plain(word)) for word in spelled))
+
+
+def _describe(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "id": sequence.id,
+        "prompt_tokens": len(sequence.prompt),
+        "prefilled": sequence.prefilled,
+        "cached_tokens": sequence.cached,
+        "completion_tokens": len(sequence.tokens),
+        "max_tokens": sequence.max_tokens,
+        "drafter": sequence.drafter.name if sequence.drafter else "none",
+        "decoding": sequence.decoding,
+    }
 
 
 class _Answer:
@@ -319,7 +303,7 @@ class _Answer:
     def _result(self, emission: Emission) -> Result:
         sequence, params = self._sequence, self._sequence.sampler.params
         assert emission.finish is not None
-        drafter = self._loaded.speculation.drafter
+        prediction = sequence.prediction
         return Result(
             finish_reason=emission.finish,
             prompt_ids=sequence.prompt,
@@ -331,10 +315,15 @@ class _Answer:
                 "top_p": params.top_p,
                 "top_k": params.top_k,
                 "min_p": params.min_p,
+                **{name: getattr(params, name) for name in PENALTIES},
+                "logit_bias": {str(token): bias for token, bias in params.logit_bias},
+                "bad_words": [list(ids) for ids in params.bad_words],
+                "min_tokens": params.min_tokens,
+                "stop_token_ids": sorted(params.stop_token_ids),
                 "max_tokens": sequence.max_tokens,
                 "stop": list(self._stops),
             },
-            drafter=drafter.name if drafter else "none",
+            drafter=sequence.drafter.name if sequence.drafter else "none",
             steps=tuple(sequence.steps),
             fingerprints=self._loaded.fingerprints,
             timings=_timings(sequence),
@@ -344,6 +333,9 @@ class _Answer:
             error=emission.error,
             first_user_end=self._prompt.first_user_end,
             reasoning_tokens=self._reasoning_tokens(),
+            cached_tokens=sequence.cached,
+            accepted_prediction_tokens=prediction.accepted if prediction else None,
+            rejected_prediction_tokens=prediction.rejected if prediction else None,
         )
 
     def _reasoning_tokens(self) -> int:
@@ -361,7 +353,7 @@ def _timings(sequence: Sequence) -> Timings:
     first = sequence.first_token_at or end
     return Timings(
         queue_ms=(admitted - sequence.submitted_at) * 1e3,
-        prompt_n=sequence.prefilled,
+        prompt_n=sequence.prefilled - sequence.cached,
         prompt_ms=(first - admitted) * 1e3,
         predicted_n=len(sequence.tokens),
         predicted_ms=(end - first) * 1e3,

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backend.drafters.protocol import Choose, Drafter
+from backend.drafters.protocol import Choose, Drafter, Proposal
+from backend.engine.cache import pages_for
+from backend.engine.draft_length import FixedDraftLength
+from backend.engine.loop import Loop
+from backend.engine.memory import Memory
+from backend.engine.prefix import PrefixCache
 from backend.engine.runner import Runner
 from backend.engine.sampling import Sampler, SamplingParams
-from backend.engine.sequence import Sequence
+from backend.engine.scheduler import Scheduler
+from backend.engine.sequence import Emission, Sequence
 from backend.engine.speculation import Speculation
 from backend.interface import Step
+from backend.ops.delta_replay import MAX_ROWS
 from backend.text.answer import AnswerText
 
 
@@ -45,32 +52,81 @@ class Outcome:
         return self.tokens, self.logprobs, self.text, self.finish
 
 
-def decode(runner: Runner, drafter: Drafter | None, draft_tokens: int, requests: Ids[Request]) -> list[Outcome]:
-    """Each request alone, start to end, through the engine's own step."""
-    speculation = Speculation(runner, drafter, draft_tokens)
-    return [_decode_one(speculation, request) for request in requests]
+def make_loop(
+    runner: Runner,
+    draft_tokens: int,
+    drafters: Ids[Drafter] = (),
+    *,
+    positions: int = 512,
+    sequences: int = 1,
+    prefix: bool = False,
+    pages: int | None = None,
+) -> Loop:
+    """An engine's loop with room for so many sequences of so many positions."""
+    pages = sequences * pages_for(positions + MAX_ROWS) if pages is None else pages
+    memory = Memory(runner.model.config, pages, sequences, runner.device, runner.dtype)
+    for drafter in drafters:
+        drafter.attach(memory)
+    speculation = Speculation(runner, memory, FixedDraftLength(draft_tokens))
+    return Loop(speculation, Scheduler(memory, sequences, PrefixCache(memory, 2**30) if prefix else None))
+
+
+def decode(
+    runner: Runner, drafter: Drafter | None, draft_tokens: int, requests: Ids[Request], *, together: int = 1
+) -> list[Outcome]:
+    """The requests through the engine's own loop, so many of them at a time."""
+    positions = max(len(request.prompt) + request.max_tokens for request in requests)
+    loop = make_loop(runner, draft_tokens, [drafter] if drafter else [], positions=positions, sequences=together)
+    return run(loop, [(request, drafter) for request in requests])
 
 
 @torch.inference_mode()
-def _decode_one(speculation: Speculation, request: Request) -> Outcome:
-    texts: list[str] = []
-    sequence = Sequence(
-        id="x",
-        prompt=request.prompt,
-        sampler=Sampler(request.params, speculation.runner.model.config.vocab_size),
-        max_tokens=request.max_tokens,
-        eos_ids=request.eos,
-        text=AnswerText(lambda token: chr(0x100 + token).encode(), request.stops),
-        alternatives=0,
-        on_emission=lambda emission: texts.append(emission.text),
-    )
-    while sequence.in_prefill:
-        speculation.prefill(sequence)
-    while not sequence.finish:
-        speculation.decode(sequence)
-    return Outcome(
-        tuple(sequence.tokens), tuple(sequence.logprobs), "".join(texts), sequence.finish, tuple(sequence.steps)
-    )
+def run(loop: Loop, requests: Ids[tuple[Request, Drafter | None]]) -> list[Outcome]:
+    """All of them from the start, each with its drafter, as the loop lets them in."""
+    jobs = [Job(loop, request, drafter) for request, drafter in requests]
+    for job in jobs:
+        loop.add(job.sequence)
+    loop.finish()
+    return [job.outcome for job in jobs]
+
+
+class Job:
+    """A request made into a sequence, and what its owner was told."""
+
+    def __init__(self, loop: Loop, request: Request, drafter: Drafter | None, salt: str = "") -> None:
+        self._texts: list[str] = []
+        self._errors: list[str] = []
+        vocab = loop.speculation.runner.model.config.vocab_size
+        params = replace(request.params, stop_token_ids=request.eos)
+        self.sequence = Sequence(
+            id="x",
+            prompt=request.prompt,
+            sampler=Sampler(params, vocab, request.prompt),
+            max_tokens=request.max_tokens,
+            eos_ids=request.eos,
+            text=AnswerText(lambda token: chr(0x100 + token).encode(), request.stops),
+            alternatives=0,
+            on_emission=self._hear,
+            drafter=drafter,
+            salt=salt,
+        )
+
+    def _hear(self, emission: Emission) -> None:
+        self._texts.append(emission.text)
+        if emission.error:
+            self._errors.append(emission.error)
+
+    @property
+    def outcome(self) -> Outcome:
+        assert not self._errors, self._errors
+        sequence = self.sequence
+        return Outcome(
+            tuple(sequence.tokens),
+            tuple(sequence.logprobs),
+            "".join(self._texts),
+            sequence.finish,
+            tuple(sequence.steps),
+        )
 
 
 class ScriptedDrafter:
@@ -82,17 +138,29 @@ class ScriptedDrafter:
         self._answers, self._hit_rate, self._vocab = answers, hit_rate, vocab
         self._random = random.Random(0)
 
-    def new_state(self) -> dict[str, Any]:
-        return {"prompt": [], "done": 0}
+    block = None
+
+    def attach(self, memory: Memory) -> None:
+        pass
+
+    def new_state(self, prompt: Ids[int], pages: list[int]) -> dict[str, Any]:
+        return {"prompt": tuple(prompt), "done": 0}
+
+    def resume(self, state: Any, boundary: int, known: bool) -> None:
+        pass
 
     def prefill(self, state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
-        state["prompt"] += tokens[0, :valid].tolist()
+        assert tuple(tokens[0, :valid].tolist()) == state["prompt"][start : start + valid]
 
     def observe(self, state: Any, tokens: Ids[int], hidden: Tensor) -> None:
-        assert hidden.shape[1] == len(tokens)
+        assert len(hidden) == len(tokens)
         state["done"] += len(tokens)
 
-    def propose(self, state: Any, count: int, choose: Choose) -> list[int]:
-        known = self._answers[tuple(state["prompt"])][state["done"] : state["done"] + count]
+    def propose(self, states: Ids[Any], counts: Ids[int], choose: Choose) -> Proposal:
+        drafts = [self._guess(state, max(counts)) for state in states]
+        return Proposal(torch.tensor(drafts), counts)
+
+    def _guess(self, state: Any, count: int) -> list[int]:
+        known = self._answers[state["prompt"]][state["done"] : state["done"] + count]
         drafts = [*known, *[0] * (count - len(known))]
         return [d if self._random.random() < self._hit_rate else (d + 1) % self._vocab for d in drafts]

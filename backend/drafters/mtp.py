@@ -6,83 +6,124 @@ come from the trunk's hidden states; rows of a draft are provisional and overwri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from backend.drafters.protocol import Choose
-from backend.engine.cache import KeyValueCache
-from backend.engine.forms import AttentionForm
+from backend.drafters.protocol import Choose, Proposal
+from backend.engine.cache import KeyValuePages
+from backend.engine.forms import GRID, AttentionForm, PagedRows
+from backend.engine.memory import Memory
 from backend.models.mtp import MTPBlock
 from backend.models.qwen3_5 import Qwen35
 
 _MAX_WAITING = 32  # committed rows kept for the next proposal before they are written without one
 
 
+@dataclass
 class MTPState:
-    """Keys and values of rows 1 … position - 1, and the committed rows not yet run."""
+    """A sequence's rows: 1 … position - 1 are in its pages, the waiting ones are yet to be run."""
 
-    def __init__(self, cache: KeyValueCache, hidden: Tensor) -> None:
-        self.cache = cache
-        self.carry = hidden  # H of the last prompt row so far, [1, 1, H]
-        self.position = 0  # of the first waiting row
-        self.tokens: list[int] = []
-        self.hidden: list[Tensor] = []
+    prompt: Sequence[int]
+    pages: list[int]
+    position: int = 0  # of the first waiting row
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)  # [n, H] each
 
 
 class MTPDrafter:
-    """See `backend.drafters.protocol.Drafter`."""
+    """See `backend.drafters.protocol.Drafter`. `head`: hidden [B, H] → logits float32 [B, V]; unset, the model's own."""
 
-    name = "mtp"
-
-    def __init__(self, model: Qwen35, fingerprint: str) -> None:
+    def __init__(
+        self,
+        model: Qwen35,
+        block: str,
+        head: Callable[[Tensor], Tensor] | None = None,
+        name: str = "mtp",
+        fingerprint: str | None = None,
+    ) -> None:
         if model.mtp is None:
             raise ValueError("the model was loaded without its MTP block")
+        self.name, self.block, self.fingerprint = name, block, fingerprint or block
         self.model = model
         self.mtp: MTPBlock = model.mtp
-        self.fingerprint = fingerprint
         self.weight = model.model.embed_tokens.weight
+        self._head = head or model.logits
 
-    def new_state(self) -> MTPState:
-        config = self.model.config
-        cache = KeyValueCache(config.num_key_value_heads, config.head_dim, self.weight.device, self.weight.dtype)
-        return MTPState(cache, self.weight.new_zeros(1, 1, config.hidden_size))
+    def attach(self, memory: Memory) -> None:
+        self._memory = memory
+        self._cache: KeyValuePages = memory.block(self.block)
+
+    def new_state(self, prompt: Sequence[int], pages: list[int]) -> MTPState:
+        return MTPState(prompt, pages)
+
+    def resume(self, state: MTPState, boundary: int, known: bool) -> None:
+        state.position = boundary
+        for start in range(0, 0 if known else boundary, GRID):
+            tokens = torch.tensor([state.prompt[start : start + GRID]], device=self.weight.device)
+            self._run([state], tokens, self._before(state, start, GRID), [start], [GRID])
 
     def prefill(self, state: MTPState, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
-        previous = torch.cat((state.carry, hidden[:, :-1]), dim=1)
-        self._run(state, tokens, previous, start, valid)
-        state.carry = hidden[:, valid - 1 : valid].clone()
+        previous = torch.cat((self._before(state, start, 1), hidden[:, :-1]), dim=1)
+        self._run([state], tokens, previous, [start], [valid])
         state.position = start + valid
 
     def observe(self, state: MTPState, tokens: Sequence[int], hidden: Tensor) -> None:
         state.tokens += tokens
         state.hidden.append(hidden)
         if len(state.tokens) > _MAX_WAITING:
-            self._catch_up(state)
+            self._catch_up([state])
 
-    def propose(self, state: MTPState, count: int, choose: Choose) -> list[int]:
-        hidden = self._catch_up(state)[:, -1:]
-        drafts: list[int] = []
-        position = state.position  # of the token being drafted
+    def propose(self, states: Sequence[MTPState], counts: Sequence[int], choose: Choose) -> Proposal:
+        hidden = self._catch_up(states)  # [B, H]
+        drafts: list[Tensor] = []
         while True:
-            logits = self.model.logits(hidden)[0, 0]
-            drafts.append(choose(logits, position))
-            if len(drafts) == count:
-                return drafts
-            tokens = torch.tensor([[drafts[-1]]], device=hidden.device)
-            hidden = self._run(state, tokens, hidden, position, 1)
-            position += 1
+            drafts.append(choose(self._head(hidden)))
+            if len(drafts) == max(counts):
+                return Proposal(torch.stack(drafts, dim=1), counts)
+            starts = [state.position + len(drafts) - 1 for state in states]
+            hidden = self._run(states, drafts[-1][:, None], hidden[:, None], starts, [1] * len(states))[:, 0]
 
-    def _catch_up(self, state: MTPState) -> Tensor:
-        """Run the waiting committed rows, over whatever provisional rows stood in their places."""
-        tokens = torch.tensor([state.tokens], device=self.weight.device)
-        out = self._run(state, tokens, torch.cat(state.hidden, dim=1), state.position, len(state.tokens))
-        state.position += len(state.tokens)
-        state.tokens, state.hidden = [], []
+    def _before(self, state: MTPState, start: int, count: int) -> Tensor:
+        """H one position before each of the prompt rows start … start + count - 1, [1, count, H].
+
+        Zeros before row 0, which nothing reads.
+        """
+        skip = int(start == 0)
+        known = self._memory.hidden[self._memory.places(state.pages, start - 1 + skip, count - skip)]
+        return torch.nn.functional.pad(known, (0, 0, skip, 0))[None]
+
+    def _catch_up(self, states: Sequence[MTPState]) -> Tensor:
+        """Run the waiting committed rows, over whatever provisional rows stood in their places; the last of each."""
+        counts = [len(state.tokens) for state in states]
+        rows = max(counts)
+        tokens = torch.tensor([[*state.tokens, *[0] * (rows - len(state.tokens))] for state in states])
+        hidden = torch.stack([_stacked(state.hidden, rows) for state in states])  # [B, R, H]
+        starts = [state.position for state in states]
+        out = self._run(states, tokens.to(self.weight.device), hidden, starts, counts)
+        for state, count in zip(states, counts, strict=True):
+            state.position += count
+            state.tokens, state.hidden = [], []
+        if rows == 1:
+            return out[:, 0]
+        last = torch.tensor(counts, device=out.device) - 1
+        return out[torch.arange(len(states), device=out.device), last]
+
+    def _run(
+        self, states: Sequence[MTPState], tokens: Tensor, hidden: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> Tensor:
+        """tokens int64 [B, R], hidden [B, R, H] of rows starts[i] …, of which counts[i] exist → [B, R, H]."""
+        tables = [state.pages for state in states]
+        rows = PagedRows(
+            self.model.config, tables, starts, counts, tokens.shape[1], hidden.device, hidden.dtype, first_key=1
+        )
+        out: Tensor = self.mtp(self.model.embed(tokens), hidden, AttentionForm(rows, self._cache))
         return out
 
-    def _run(self, state: MTPState, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> Tensor:
-        form = AttentionForm({0: state.cache}, start, tokens.shape[1], valid, first_key=1)
-        out: Tensor = self.mtp(self.model.embed(tokens), hidden, form)
-        return out
+
+def _stacked(parts: Sequence[Tensor], rows: int) -> Tensor:
+    """Hidden states one after the other, zero-padded: [rows, H]."""
+    hidden = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+    return torch.nn.functional.pad(hidden, (0, 0, 0, rows - len(hidden)))

@@ -1,13 +1,21 @@
 """Drafts from text the host already holds: the client's predicted output, else n-grams of prompt and answer.
 
-Works on token ids alone; knows no model, no tensor and no sampler.
+Works on token ids alone; knows no model and no sampler.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from backend.drafters.protocol import Choose, Proposal
+
+if TYPE_CHECKING:
+    from backend.engine.memory import Memory
 
 Source = Literal["prediction", "ngrams"]
 """Where the tokens of a proposal come from."""
@@ -109,3 +117,31 @@ class PredictionState:
                 after = bisect_right(places, self._reached)
                 return places[after] if after < len(places) else places[after - 1]
         return None
+
+
+class PredictionDrafter:
+    """The n-grams of prompt and answer as `backend.drafters.protocol.Drafter`; costs no computation to speak of."""
+
+    name = fingerprint = "prediction"
+    block = None
+
+    def attach(self, memory: Memory) -> None:
+        pass
+
+    def new_state(self, prompt: Sequence[int], pages: list[int]) -> PredictionState:
+        return PredictionState(prompt)
+
+    def resume(self, state: PredictionState, boundary: int, known: bool) -> None:
+        pass
+
+    def prefill(self, state: PredictionState, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
+        pass
+
+    def observe(self, state: PredictionState, tokens: Sequence[int], hidden: Tensor) -> None:
+        state.extend(tokens)
+
+    def propose(self, states: Sequence[PredictionState], counts: Sequence[int], choose: Choose) -> Proposal:
+        drafts = [state.propose(count) for state, count in zip(states, counts, strict=True)]
+        width = max(map(len, drafts))
+        padded = torch.tensor([[*draft, *[0] * (width - len(draft))] for draft in drafts], dtype=torch.int64)
+        return Proposal(padded.view(len(drafts), width), [len(draft) for draft in drafts])

@@ -10,14 +10,14 @@ import torch
 from backend.engine.forms import DELTA_CHUNK, GRID
 from backend.engine.probe import ProbeReport, shape_of
 from backend.engine.runner import Runner
-from backend.models.layers import Linear
+from backend.models.layers import products
 
 
 def describe_build(runner: Runner, report: ProbeReport) -> dict[str, Any]:
     """JSON-ready facts: torch, device, CPU capability, threads, dtype, quantisation, kernels, grid, row tiles."""
     device, model = runner.device, runner.model
     # The drafter's own projections have no part in what is emitted (law L2).
-    trunk = {shape_of(module) for module in (*model.model.modules(), model.lm_head) if isinstance(module, Linear)}
+    trunk = {shape_of(product) for part in (model.model, model.lm_head) for product in products(part)}
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -1,11 +1,12 @@
-"""What a sequence remembers: keys and values per attention layer, recurrent state per DeltaNet layer.
+"""What the engine remembers of its sequences: pages of keys and values, and slots of recurrent state.
 
-The recurrent state is rolled back by deferred commit: rows of a verify step wait beside the committed state until
-the engine says how many of them were accepted, and only those are folded in, at the start of the next verify.
+Everything a step writes is addressed by position, so a rejected row needs no undoing: it is overwritten before anything
+can look at it. Pages are shared by sequences with a common prefix; slots are dense, so that a batch is a slice of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,72 +14,180 @@ from torch import Tensor
 
 from backend.models.config import ModelConfig
 from backend.ops.attention import KEY_BLOCK
+from backend.ops.delta_replay import CHUNK, MAX_ROWS, RING, Records, base_of, folded
+
+PAGE = KEY_BLOCK  # positions
+COLUMN_RING = 16  # raw convolution inputs kept: MAX_ROWS and the history of the widest supported convolution
 
 
-class KeyValueCache:
-    """Keys and values of one layer at absolute positions, [1, Hkv, capacity, D], zero where never written."""
+class KeyValuePages:
+    """Keys and values of some attention layers, [layers, Hkv, pages · PAGE, D]; finite everywhere."""
 
-    def __init__(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.k = torch.zeros(1, heads, KEY_BLOCK, head_dim, device=device, dtype=dtype)
-        self.v = torch.zeros_like(self.k)
+    def __init__(
+        self, layers: Iterable[int], config: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.index = {layer: at for at, layer in enumerate(layers)}
+        shape = (len(self.index), config.num_key_value_heads, pages * PAGE, config.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
 
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """k, v [1, R, Hkv, D] to positions start … start + R - 1; grows by whole key blocks."""
-        end = start + k.shape[1]
-        capacity = self.k.shape[2]
-        if end > capacity:
-            # Doubling keeps the copying linear in the final length.
-            grown = _ceil(max(end, 2 * capacity))
-            self.k = torch.cat((self.k, self.k.new_zeros(*self.k.shape[:2], grown - capacity, self.k.shape[3])), dim=2)
-            self.v = torch.cat((self.v, self.v.new_zeros(*self.v.shape[:2], grown - capacity, self.v.shape[3])), dim=2)
-        self.k[:, :, start:end] = k.transpose(1, 2)
-        self.v[:, :, start:end] = v.transpose(1, 2)
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v [B, R, Hkv, D] to `places` int64 [B · R], positions in the pool."""
+        at = self.index[layer]
+        self.k[at].index_copy_(1, places, k.flatten(0, 1).transpose(0, 1))
+        self.v[at].index_copy_(1, places, v.flatten(0, 1).transpose(0, 1))
 
-    def blocks(self, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all whole blocks that hold positions below `end`."""
-        length = _ceil(end)
-        return self.k[:, :, :length], self.v[:, :, :length]
+    def read(self, layer: int, pages: Tensor | slice, batch: int) -> tuple[Tensor, Tensor]:
+        """All positions of the given pages: keys and values [batch, Hkv, pages of one · PAGE, D].
 
+        `pages`: int64 [batch · n], or for one sequence on neighbouring pages a slice of positions, which costs nothing.
+        """
+        at = self.index[layer]
+        return self._of(self.k[at], pages, batch), self._of(self.v[at], pages, batch)
 
-def _ceil(n: int) -> int:
-    return -(-n // KEY_BLOCK) * KEY_BLOCK
+    def _of(self, pool: Tensor, pages: Tensor | slice, batch: int) -> Tensor:
+        heads, _, width = pool.shape
+        if isinstance(pages, slice):
+            return pool[None, :, pages]
+        taken = pool.view(heads, -1, PAGE * width).index_select(1, pages)
+        return taken.view(heads, batch, -1, width).transpose(0, 1)
+
+    def clear(self, page: int) -> None:
+        """Zero one page: what stood there may have been anything, and a masked infinity is still not a number."""
+        self.k[:, :, page * PAGE : (page + 1) * PAGE] = 0
+        self.v[:, :, page * PAGE : (page + 1) * PAGE] = 0
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """The first `rows` positions of one page to another."""
+        for pool in (self.k, self.v):
+            pool[:, :, target * PAGE : target * PAGE + rows] = pool[:, :, source * PAGE : source * PAGE + rows]
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * self.k[:, :, :PAGE].numel() * self.k.element_size()
 
 
 @dataclass
-class PendingRows:
-    """Rows a verify step ran but has not committed, exactly as the recurrence consumed them (float32)."""
+class PromptState:
+    """Recurrent state after some prompt rows: S [L, H, dk, dv] float32, and the last convolution inputs [L, W - 1, C]."""
 
-    k: Tensor  # [1, R, H, dk]
-    v: Tensor  # [1, R, H, dv]
-    g: Tensor  # [1, R, H]
-    beta: Tensor  # [1, R, H]
+    S: Tensor
+    columns: Tensor
 
+    def copy(self) -> PromptState:
+        return PromptState(self.S.clone(), self.columns.clone())
 
-class DeltaNetState:
-    """One DeltaNet layer of one sequence: committed S [1, H, dk, dv] float32, and what may join it."""
-
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        heads, width = config.linear_num_value_heads, config.linear_conv_kernel_dim
-        channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + heads * config.linear_value_head_dim
-        self.S = torch.zeros(1, heads, config.linear_key_head_dim, config.linear_value_head_dim, device=device)
-        # Raw convolution inputs: width - 1 committed columns, then those of the pending rows.
-        self.columns = torch.zeros(1, width - 1, channels, device=device, dtype=dtype)
-        self.pending: PendingRows | None = None
+    @property
+    def bytes(self) -> int:
+        return self.S.numel() * self.S.element_size() + self.columns.numel() * self.columns.element_size()
 
 
-class SequenceCache:
-    """All layers of one sequence, and how many of the last verify step's rows were accepted."""
+class DeltaNetSlots:
+    """Recurrent state of the sequences being decoded: sequence i of the batch is slot i, in every layer.
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.attention: dict[int, KeyValueCache] = {}
-        self.deltanet: dict[int, DeltaNetState] = {}
-        for layer, kind in enumerate(config.layer_types):
-            if kind == "full_attention":
-                self.attention[layer] = KeyValueCache(config.num_key_value_heads, config.head_dim, device, dtype)
-            else:
-                self.deltanet[layer] = DeltaNetState(config, device, dtype)
-        self.accepted = 0
+    See `ops/delta_replay`: a base state per slot and rings of what came since. `bases` counts rows as it does.
+    """
 
-    def accept(self, rows: int) -> None:
-        """Of the last verify step, `rows` leading rows are now part of the sequence; the rest never happened."""
-        self.accepted = rows
+    def __init__(self, config: ModelConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        kinds = enumerate(config.layer_types)
+        self.index = {layer: at for at, layer in enumerate(i for i, kind in kinds if kind == "linear_attention")}
+        layers, self.heads = len(self.index), config.linear_num_value_heads
+        dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+        self.history = config.linear_conv_kernel_dim - 1
+        self.channels = 2 * config.linear_num_key_heads * dk + self.heads * dv
+        self.device, self.dtype = device, dtype
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(layers, slots, *shape, device=device, dtype=dtype)
+
+        self.S = zeros(self.heads, dk, dv)
+        self.k = zeros(self.heads, RING, dk)
+        self.u = zeros(self.heads, RING, dv)
+        self.G = zeros(self.heads, RING, dtype=torch.float64)
+        self.columns = zeros(COLUMN_RING, self.channels, dtype=dtype)
+        self.bases = [0] * slots
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.S, self.k, self.u, self.G, self.columns
+
+    def new_prompt_state(self) -> PromptState:
+        layers, _, *shape = self.S.shape
+        columns = torch.zeros(layers, self.history, self.channels, device=self.device, dtype=self.dtype)
+        return PromptState(torch.zeros(layers, *shape, device=self.device), columns)
+
+    def join(self, slot: int, prompt: PromptState) -> None:
+        """Begin decoding after a prompt: its state is the base of the first rows."""
+        for tensor in self._tensors:
+            tensor[:, slot] = 0
+        self.S[:, slot] = prompt.S
+        self.columns[:, slot, COLUMN_RING - self.history :] = prompt.columns  # rows -3, -2, -1
+        self.bases[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence of one slot go on in another."""
+        for tensor in self._tensors:
+            tensor[:, target] = tensor[:, source]
+        self.bases[target] = self.bases[source]
+
+    def records(self, layer: int, batch: int) -> Records:
+        """Views of one layer's first `batch` slots."""
+        at = self.index[layer]
+        return Records(self.S[at, :batch], self.k[at, :batch], self.u[at, :batch], self.G[at, :batch])
+
+    def advance(self, slot: int, start: int) -> None:
+        """Fold what no row from index `start` on can take back."""
+        while self.bases[slot] < base_of(start):
+            self.S[:, slot] = self.next_base(slot)
+            self.bases[slot] += CHUNK
+
+    def next_base(self, slot: int) -> Tensor:
+        """S one chunk after the slot's base, [layers, H, dk, dv]."""
+        return folded(Records(*(t[:, slot] for t in (self.S, self.k, self.u, self.G))), self.bases[slot])
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self._tensors)
+
+
+class PageTable:
+    """Who holds which page: a free list and reference counts. Page 0 belongs to nobody: padding rows write there."""
+
+    def __init__(self, pages: int) -> None:
+        self.total = pages - 1
+        self._free = list(range(pages - 1, 0, -1))
+        self._holders = [0] * pages
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, after: int | None = None) -> int:
+        """A page nobody holds, the neighbour of `after` where that is one. Raises IndexError when none is left."""
+        page = self._free.pop()
+        wanted = None if after is None else after + 1
+        if wanted is not None and page != wanted and wanted in self._free:
+            self._free[self._free.index(wanted)] = page
+            page = wanted
+        self._holders[page] = 1
+        return page
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder of each."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less; a page without any is free."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+def pages_for(positions: int) -> int:
+    """Pages that hold so many positions."""
+    return -(-positions // PAGE)
+
+
+assert COLUMN_RING >= MAX_ROWS + 3

@@ -1,6 +1,6 @@
 """The engine thread: it alone touches the model. Requests come in through a queue, emissions leave by callback.
 
-Each turn: take what arrived → admit in order → one prefill chunk at most → one verify step per running sequence.
+Each turn: take what arrived → admit in order → one prompt chunk at most → one verify step of all that decode.
 """
 
 from __future__ import annotations
@@ -8,32 +8,28 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
+from backend.engine.loop import Loop
 from backend.engine.sequence import Emission, Sequence
-from backend.engine.speculation import Speculation
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import BackendError, BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-Loader = Callable[[], Speculation]
+Loader = Callable[[], Loop]
 
 
 class Engine:
-    """FIFO admission up to `max_sequences` at once; running sequences progress by turns."""
+    """Runs what the scheduler lets run. `counts` are booked before anybody is told of what they count."""
 
-    def __init__(self, load: Loader, *, max_sequences: int, draft_slots: int) -> None:
+    def __init__(self, load: Loader, counts: SpeculationCounts) -> None:
         self._load = load
-        self._max_sequences = max_sequences
         self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._loop: Loop
         self._known: dict[str, Sequence] = {}
         # Whoever ends admission holds it, so that no sequence slips in behind the drain and waits for ever.
         self._admission = threading.Lock()
@@ -41,7 +37,7 @@ class Engine:
         self._failure: BackendError | None = None
         self._loaded: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.counts = SpeculationCounts(draft_slots)
+        self.counts = counts
 
     def start(self) -> None:
         """Load on the engine thread; returns once it decodes. Raises BackendError when loading fails."""
@@ -76,11 +72,10 @@ class Engine:
     def alive(self) -> bool:
         return self._loaded.done() and self._failure is None and not self._closing and self._thread.is_alive()
 
-    def load(self) -> tuple[int, int, int]:
-        """Sequences running, sequences waiting, and tokens the running ones hold in their caches."""
-        running = list(self._running)
-        held = sum(sequence.prefilled + len(sequence.tokens) for sequence in running)
-        return len(running), max(len(self._known) - len(running), 0), held
+    @property
+    def waiting(self) -> int:
+        """Sequences that were submitted and do not run."""
+        return max(len(self._known) - len(self._loop.scheduler.running), 0)
 
     def _behind_the_books(self, sequence: Sequence) -> Callable[[Emission], None]:
         """The owner's callback, called once all it will tell is counted: who hears of an end sees it in the figures."""
@@ -88,33 +83,36 @@ class Engine:
 
         def book_and_tell(emission: Emission) -> None:
             nonlocal counted
-            for step in sequence.steps[counted:]:
-                self.counts.add(step)
+            for step, source in zip(sequence.steps[counted:], sequence.sources[counted:], strict=True):
+                if step.drafted:
+                    self.counts.add(source, step)
             counted = len(sequence.steps)
             if emission.finish:
-                self._remove(sequence)
+                self._known.pop(sequence.id, None)
+                self._loop.scheduler.leave(sequence)
             tell(emission)
 
         return book_and_tell
 
     def _main(self) -> None:
         try:
-            speculation = self._load()
+            self._loop = self._load()
         except BaseException as error:
             if not isinstance(error, BackendError):
                 log.exception("loading failed")
             self._fail("loading failed", error)
             self._loaded.set_exception(self._failure)
-        else:
-            self._loaded.set_result(None)
-            self._run(speculation)
+            self._refuse()
+            return
+        self._loaded.set_result(None)
+        self._run()
         self._drain()
 
     @torch.inference_mode()
-    def _run(self, speculation: Speculation) -> None:
+    def _run(self) -> None:
         while not self._closing:
             try:
-                self._turn(speculation)
+                self._turn()
             except Exception as error:
                 log.exception("engine turn failed")
                 self._fail("the engine failed", error)
@@ -124,14 +122,9 @@ class Engine:
         with self._admission:
             self._failure = error if isinstance(error, BackendError) else BackendError(f"{what}: {error}")
 
-    def _turn(self, speculation: Speculation) -> None:
-        self._receive(block=not self._running and not self._waiting)
-        self._admit()
-        prefilling = next((s for s in self._running if s.in_prefill), None)
-        if prefilling:
-            self._advance(speculation.prefill, prefilling)
-        for sequence in [s for s in self._running if not s.in_prefill and s is not prefilling]:
-            self._advance(speculation.decode, sequence)
+    def _turn(self) -> None:
+        self._receive(block=not self._loop.busy)
+        self._loop.turn()
 
     def _receive(self, block: bool) -> None:
         while True:
@@ -141,41 +134,26 @@ class Engine:
                 return
             block = False
             if sequence is not None:
-                self._waiting.append(sequence)
-
-    def _admit(self) -> None:
-        for sequence in [s for s in (*self._running, *self._waiting) if s.cancelled]:
-            sequence.end("cancelled")
-            sequence.release()
-        while self._waiting and len(self._running) < self._max_sequences:
-            sequence = self._waiting.popleft()
-            sequence.admitted_at = time.monotonic()
-            self._running.append(sequence)
-
-    def _advance(self, run: Callable[[Sequence], None], sequence: Sequence) -> None:
-        try:
-            run(sequence)
-        except BackendError as error:
-            sequence.end("error", str(error))
-        except Exception as error:
-            # A fault of one sequence's step is that sequence's failure; the others' states are their own.
-            log.exception("sequence %s failed", sequence.id)
-            sequence.end("error", f"{type(error).__name__}: {error}")
-        if sequence.finish:
-            sequence.release()
-
-    def _remove(self, sequence: Sequence) -> None:
-        self._known.pop(sequence.id, None)
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+                self._loop.add(sequence)
 
     def _drain(self) -> None:
+        """The engine ends: so does everything it still has."""
         self._receive(block=False)
-        for sequence in [*self._running, *self._waiting]:
-            if self._failure:
-                sequence.end("error", str(self._failure))
-            else:
-                sequence.end("cancelled")
-            sequence.release()
+        for sequence in [*self._loop.scheduler.running, *self._loop.scheduler.waiting]:
+            self._end(sequence)
+
+    def _refuse(self) -> None:
+        """It never began: nor will what was submitted meanwhile."""
+        while True:
+            try:
+                sequence = self._inbox.get(block=False)
+            except queue.Empty:
+                return
+            if sequence is not None:
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if self._failure:
+            sequence.end("error", str(self._failure))
+        else:
+            sequence.end("cancelled")

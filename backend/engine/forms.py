@@ -1,41 +1,106 @@
-"""The two regimes of law L1 over a sequence's cache: how prompt rows and how generated rows see the past.
+"""The two regimes of law L1 over the engine's memory: how prompt rows and how generated rows see the past.
 
-`PrefillForm` is one chunk of the absolute grid, always computed at the full grid width. `VerifyForm` is a block of
-generated rows run through the sequential recurrence; one row is a plain decode step. Nothing else computes.
+`PrefillForm` is one chunk of the absolute grid of one prompt, always computed at the full grid width. `VerifyForm` is a
+block of generated rows of every sequence of the batch; one row is a plain decode step. Nothing else computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from backend.engine.cache import DeltaNetState, KeyValueCache, PendingRows, SequenceCache
-from backend.ops.attention import cached_attention
+from backend.engine.cache import COLUMN_RING, PAGE, DeltaNetSlots, KeyValuePages, PromptState, pages_for
+from backend.models.config import ModelConfig
+from backend.ops.attention import cached_attention, visibility
 from backend.ops.convolution import causal_conv_silu
-from backend.ops.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from backend.ops.delta_replay import Ahead, Window, base_of, replayed_delta_rule
+from backend.ops.delta_rule import chunked_delta_rule
 
-GRID = 64  # prompt rows per prefill chunk
+GRID = 64  # prompt rows per prefill chunk; divides PAGE
 DELTA_CHUNK = 64  # rows per chunk of the chunked delta rule; divides GRID
 
 
-class AttentionForm:
-    """Rows at start, start + 1, … of one sequence over key-value caches alone (the MTP block needs no more)."""
+@dataclass(frozen=True)
+class _Reach:
+    """Sequences that look at equally many pages: their rows in the batch (None: all of it), pages and mask."""
 
-    def __init__(self, caches: dict[int, KeyValueCache], start: int, rows: int, valid: int, first_key: int = 0) -> None:
-        device = next(iter(caches.values())).k.device if caches else None
-        self.positions = torch.arange(start, start + rows, device=device)[None]  # [1, R]
-        self.caches = caches
-        self.start = start
-        self.valid = valid
-        self.first_key = first_key
+    owners: Tensor | None
+    batch: int
+    pages: Tensor | slice
+    mask: Tensor
+
+
+class PagedRows:
+    """R rows of each of B sequences at starts[i], starts[i] + 1, …: where they are kept and what they see.
+
+    `tables[i]` are the pages of sequence i; `counts[i]` of its rows exist, the others are padding whose writes go to
+    positions that are yet to come, or to page 0. No row sees a key before `first_key`, save its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        first_key: int = 0,
+    ) -> None:
+        positions = np.asarray(starts, np.int64)[:, None] + np.arange(rows)  # [B, R]
+        table = np.zeros((len(tables), pages_for(int(positions.max()) + 1)), np.int64)
+        for i, pages in enumerate(tables):
+            held = pages[: table.shape[1]]
+            table[i, : len(held)] = held
+        places = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
+        self.positions = torch.from_numpy(positions).to(device)
+        self.places = torch.from_numpy(places.reshape(-1)).to(device)
+        needed = [pages_for(start + count) for start, count in zip(starts, counts, strict=True)]
+        groups = config.num_attention_heads // config.num_key_value_heads
+        self.reaches: list[_Reach] = []
+        for length in sorted(set(needed)):
+            members = [i for i, n in enumerate(needed) if n == length]
+            everyone = len(members) == len(needed)
+            owners = None if everyone else torch.tensor(members, device=device)
+            at = self.positions if owners is None else self.positions[owners]
+            mask = visibility(at, length * PAGE, groups, dtype, first_key)
+            self.reaches.append(_Reach(owners, len(members), _pages(table[members, :length], device), mask))
+
+    def attend(self, cache: KeyValuePages, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, R, Hq, D], k and v [B, R, Hkv, D] → [B, R, Hq, D], after keeping k and v."""
+        cache.write(layer, self.places, k, v)
+        if len(self.reaches) == 1:
+            reach = self.reaches[0]
+            return cached_attention(q, *cache.read(layer, reach.pages, reach.batch), reach.mask)
+        out = torch.empty_like(q)
+        for reach in self.reaches:
+            assert reach.owners is not None
+            keys, values = cache.read(layer, reach.pages, reach.batch)
+            out[reach.owners] = cached_attention(q[reach.owners], keys, values, reach.mask)
+        return out
+
+
+def _pages(table: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> Tensor | slice:
+    if len(table) == 1 and (np.diff(table[0]) == 1).all():
+        first = int(table[0, 0])
+        return slice(first * PAGE, (first + table.shape[1]) * PAGE)
+    return torch.from_numpy(table.reshape(-1)).to(device)
+
+
+class AttentionForm:
+    """Rows over pages of keys and values alone (a drafter's block needs no more)."""
+
+    def __init__(self, rows: PagedRows, cache: KeyValuePages) -> None:
+        self._rows, self._cache = rows, cache
+        self.positions = rows.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self.caches[layer]
-        skip = max(self.first_key - self.start, 0)
-        if self.valid > skip:
-            cache.write(self.start + skip, k[:, skip : self.valid], v[:, skip : self.valid])
-        keys, values = cache.blocks(self.start + q.shape[1])
-        return cached_attention(q, keys, values, self.positions[0], self.first_key)
+        return self._rows.attend(self._cache, layer, q, k, v)
 
     def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
         raise TypeError("an attention-only form has no convolution")
@@ -44,53 +109,88 @@ class AttentionForm:
         raise TypeError("an attention-only form has no recurrent state")
 
 
-class PrefillForm(AttentionForm):
-    """Prompt rows [start, start + GRID) of which the first `valid` exist; start is a multiple of GRID."""
+class PrefillForm:
+    """Prompt rows [start, start + GRID) of one sequence, of which the first `valid` exist; start is on the grid."""
 
-    def __init__(self, cache: SequenceCache, start: int, valid: int) -> None:
-        super().__init__(cache.attention, start, GRID, valid)
-        self.deltanet = cache.deltanet
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KeyValuePages,
+        index: dict[int, int],
+        state: PromptState,
+        pages: Sequence[int],
+        start: int,
+        valid: int,
+    ) -> None:
+        device, dtype = cache.k.device, cache.k.dtype
+        self._rows = PagedRows(config, [pages], [start], [valid], GRID, device, dtype)
+        # Rows past the prompt's end keep nothing: the page may be somebody else's from there on.
+        self._rows.places[valid:] = 0
+        self.positions = self._rows.positions
+        self._cache, self._index, self._state, self._valid = cache, index, state, valid
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._rows.attend(self._cache, layer, q, k, v)
 
     def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        state = self.deltanet[layer]
-        history = weight.shape[-1] - 1
-        window = torch.cat((state.columns, columns), dim=1)  # [1, history + GRID, C]
-        state.columns = window[:, self.valid : self.valid + history].clone()
+        history = self._state.columns[self._index[layer]]  # [W - 1, C]
+        window = torch.cat((history[None], columns), dim=1)  # [1, W - 1 + GRID, C]
+        history.copy_(window[0, self._valid : self._valid + len(history)])
         return causal_conv_silu(window, weight)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        state = self.deltanet[layer]
         for x in (q, k, v, g, beta):
-            x[:, self.valid :] = 0  # rows past the prompt's end must leave the state as it is
-        out, state.S = chunked_delta_rule(q, k, v, g, beta, state.S, DELTA_CHUNK)
+            x[:, self._valid :] = 0  # rows past the prompt's end must leave the state as it is
+        S = self._state.S[self._index[layer]]
+        out, after = chunked_delta_rule(q, k, v, g, beta, S[None], DELTA_CHUNK)
+        S.copy_(after[0])
         return out
 
 
-class VerifyForm(AttentionForm):
-    """Generated rows at start, start + 1, …; commits the rows accepted from the step before, keeps its own pending."""
+class VerifyForm:
+    """Generated rows of the sequences in slots 0 … B - 1: R rows each from `starts`, `counts` of them real.
 
-    def __init__(self, cache: SequenceCache, start: int, rows: int) -> None:
-        super().__init__(cache.attention, start, rows, rows)
-        self.deltanet = cache.deltanet
-        self.accepted = cache.accepted
+    `prompts[i]` is the length of sequence i's prompt: rows are counted from there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KeyValuePages,
+        slots: DeltaNetSlots,
+        tables: Sequence[Sequence[int]],
+        prompts: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rows: int,
+    ) -> None:
+        device, dtype = cache.k.device, cache.k.dtype
+        self._rows = PagedRows(config, tables, starts, counts, rows, device, dtype)
+        self.positions = self._rows.positions
+        self._cache, self._slots, self._batch = cache, slots, len(tables)
+        first = [start - prompt for start, prompt in zip(starts, prompts, strict=True)]
+        self._ahead: list[tuple[int, int, Tensor]] = []
+        for slot, start in enumerate(first) if slots.index else ():
+            slots.advance(slot, start)
+            further = next((t for t in range(1, rows) if base_of(start + t) > slots.bases[slot]), None)
+            if further is not None:
+                self._ahead.append((slot, further, slots.next_base(slot)))
+        self._window = Window.at(first, rows, slots.heads, device)
+        index = np.asarray(first, np.int64)[:, None] + np.arange(-slots.history, rows)  # [B, W - 1 + R]
+        ring = np.arange(len(first))[:, None] * COLUMN_RING + index % COLUMN_RING
+        self._taps = torch.from_numpy(ring.reshape(-1)).to(device)
+        self._columns = torch.from_numpy(ring[:, slots.history :].reshape(-1)).to(device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._rows.attend(self._cache, layer, q, k, v)
 
     def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        state = self.deltanet[layer]
-        history = weight.shape[-1] - 1
-        committed = state.columns[:, self.accepted : self.accepted + history]
-        state.columns = torch.cat((committed, columns), dim=1)
-        return causal_conv_silu(state.columns, weight)
+        channels = columns.shape[-1]
+        ring = self._slots.columns[self._slots.index[layer]].view(-1, channels)
+        ring.index_copy_(0, self._columns, columns.reshape(-1, channels))
+        return causal_conv_silu(ring.index_select(0, self._taps).view(self._batch, -1, channels), weight)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        state = self.deltanet[layer]
-        self._fold(state)
-        state.pending = PendingRows(k, v, g, beta)
-        return recurrent_delta_rule(q, k, v, g, beta, state.S)[0]
-
-    def _fold(self, state: DeltaNetState) -> None:
-        rows, count = state.pending, self.accepted
-        if rows is not None and count:
-            k = rows.k[:, :count]
-            state.S = recurrent_delta_rule(
-                torch.zeros_like(k), k, rows.v[:, :count], rows.g[:, :count], rows.beta[:, :count], state.S
-            )[1]
+        at = self._slots.index[layer]
+        ahead = [Ahead(owner, first, S[at]) for owner, first, S in self._ahead]
+        return replayed_delta_rule(q, k, v, g, beta, self._slots.records(layer, self._batch), self._window, ahead)

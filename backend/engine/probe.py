@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.engine.forms import GRID
 from backend.engine.runner import Runner
-from backend.models.layers import Linear
-from backend.ops.attention import KEY_BLOCK, cached_attention
+from backend.models.layers import Joined, Linear, products
+from backend.ops.attention import KEY_BLOCK, cached_attention, visibility
+from backend.ops.delta_replay import MAX_ROWS
 from backend.ops.linear import RowTile
 
 _MULTIPLES = (1, 2, 4, 8, 16)
-_MOST_ROWS = 64
+_MOST_ROWS = 192  # sixteen sequences of nine rows, and some
 _CUDA_TILE = RowTile(rows=64, fixed=True)
 _PROMPT = (1, 2, 3, 5, 8)
 _TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8)
@@ -53,16 +55,15 @@ def probe(runner: Runner) -> ProbeReport:
     Runs on the calling thread's thread count, which must be the one that serves.
     """
     tiles: dict[str, RowTile] = {}
-    for module in runner.model.modules():
-        if isinstance(module, Linear):
-            shape = shape_of(module)
-            if shape not in tiles:
-                tiles[shape] = find_tile(module.weight)
-            module.tile = tiles[shape]
+    for product in products(runner.model):
+        shape = shape_of(product)
+        if shape not in tiles:
+            tiles[shape] = find_tile(product.weight)
+        product.tile = tiles[shape]
     return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
 
 
-def shape_of(linear: Linear) -> str:
+def shape_of(linear: Linear | Joined) -> str:
     """What distinguishes projections to a kernel, as the report names it."""
     outputs, inputs = linear.weight.shape
     return f"{inputs} x {outputs} {str(linear.weight.dtype).removeprefix('torch.')}"
@@ -75,14 +76,14 @@ def find_tile(weight: Tensor) -> RowTile:
     x, weight = _cancelling(weight)
     reference = F.linear(x, weight)
     for rows in _MULTIPLES:
-        counts = sorted({*range(rows, 16 * rows, rows), 32, 48, _MOST_ROWS} - {0})
-        if all(_rows_agree(x, weight, reference, count) for count in counts if count <= _MOST_ROWS):
+        counts = sorted({*range(rows, 16 * rows, rows), *range(16, _MOST_ROWS + 1, 16)})
+        if all(_rows_agree(x, weight, reference, count) for count in counts):
             return RowTile(rows)
     return RowTile(1, fixed=True)
 
 
 def _cancelling(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [64, in] and a weight of the given shape and dtype whose exact products are all zero.
+    """Rows [192, in] and a weight of the given shape and dtype whose exact products are all zero.
 
     What a kernel then returns is the rounding of its own summation order, in full: with ordinary data a bfloat16
     result hides a different order in all but a few outputs in a million.
@@ -115,27 +116,32 @@ def attention_rows_agree(runner: Runner) -> bool:
         return torch.randn(*shape, generator=generator).to(runner.device, runner.dtype)
 
     half = KEY_BLOCK // 4
+    groups = config.num_attention_heads // config.num_key_value_heads
     k = random(1, config.num_key_value_heads, half, config.head_dim)
     v = random(1, config.num_key_value_heads, half, config.head_dim)
     empty = k.new_zeros(1, config.num_key_value_heads, 2 * KEY_BLOCK - 2 * half, config.head_dim)
     keys, values = torch.cat((k, k, empty), dim=2), torch.cat((v, -v, empty), dim=2)
-    q = random(1, _MOST_ROWS, config.num_attention_heads, config.head_dim)
-    positions = torch.full((_MOST_ROWS,), 2 * half - 1, device=runner.device)
+    q = random(1, GRID, config.num_attention_heads, config.head_dim)
 
-    def attend(first: int, count: int, length: int) -> Tensor:
-        part = slice(first, first + count)
-        return cached_attention(q[:, part], keys[:, :, :length], values[:, :, :length], positions[part])
+    def attend(first: int, count: int, length: int, batch: int = 1) -> Tensor:
+        positions = torch.full((batch, count), 2 * half - 1, device=runner.device)
+        mask = visibility(positions, length, groups, runner.dtype)
+        rows, k, v = (x.expand(batch, -1, -1, -1) for x in (q[:, first : first + count], keys, values))
+        return cached_attention(rows, k[:, :, :length], v[:, :, :length], mask)[-1:]
 
-    reference = attend(0, _MOST_ROWS, KEY_BLOCK)
-    return torch.equal(attend(0, _MOST_ROWS, 2 * KEY_BLOCK), reference) and all(
-        torch.equal(attend(first, count, KEY_BLOCK), reference[:, first : first + count])
-        for count in range(1, 17)
-        for first in (0, 5)
+    reference = attend(0, 1, KEY_BLOCK)
+    first = all(
+        torch.equal(attend(0, count, length, batch)[:, :1], reference)
+        for count in (*range(1, MAX_ROWS + 1), GRID)
+        for length in (KEY_BLOCK, 2 * KEY_BLOCK)
+        for batch in (1, 2, 3, 16)
     )
+    later = attend(5, 1, KEY_BLOCK)
+    return first and all(torch.equal(attend(4, count, KEY_BLOCK)[:, 1:2], later) for count in range(2, MAX_ROWS + 1))
 
 
 def blocks_agree(runner: Runner, prompt: Sequence[int], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
     """Do the logits of forced tokens come out bitwise equal in blocks of one row and in blocks of these sizes?"""
-    single = torch.cat([rows.logits for rows in runner.force(prompt, tokens, 1)])
-    grouped = torch.cat([rows.logits for rows in runner.force(prompt, tokens, blocks)])
+    single = torch.cat([logits for logits, _ in runner.force(prompt, tokens, 1)])
+    grouped = torch.cat([logits for logits, _ in runner.force(prompt, tokens, blocks)])
     return torch.equal(single, grouped)

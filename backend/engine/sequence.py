@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.engine.cache import SequenceCache
+from backend.drafters.prediction import PredictionState
+from backend.drafters.protocol import Drafter
+from backend.engine.memory import Place
 from backend.engine.sampling import Sampler
 from backend.interface import FinishReason, Step
 from backend.text.answer import AnswerText
@@ -45,12 +47,20 @@ class Sequence:
     alternatives: int
     on_emission: Callable[[Emission], None]
 
-    cache: SequenceCache | None = None
+    drafter: Drafter | None = None
+    prediction: PredictionState | None = None  # of the client's predicted output
+    salt: str = ""  # sequences of different salts share no prefix
+    last_turn: int = 0  # where the prompt's last user turn begins
+
+    place: Place | None = None  # None while it waits
     draft_state: Any = None
-    prefilled: int = 0  # prompt tokens in the cache
+    prefilled: int = 0  # prompt tokens in memory
+    replayed: int = 0  # generated tokens in memory
+    cached: int = 0  # prompt tokens found in the prefix cache
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # of each step's drafts
     stop_string: str | None = None
     finish: FinishReason | None = None
     cancelled: bool = False
@@ -68,14 +78,20 @@ class Sequence:
         return self.max_tokens - len(self.tokens)
 
     @property
-    def in_prefill(self) -> bool:
-        return self.prefilled < len(self.prompt)
+    def decoding(self) -> bool:
+        return self.place is not None and self.place.slot is not None
+
+    @property
+    def held(self) -> int:
+        """Positions in memory."""
+        return self.prefilled + self.replayed
 
     def append(self, token: EmittedToken) -> str:
         """Take the token at position `length`; sets `finish` if it ends the sequence. Returns text now certain."""
         if not self.tokens:
             self.first_token_at = time.monotonic()
         self.tokens.append(token.token_id)
+        self.sampler.accept(token.token_id)
         self.logprobs.append(token.logprob)
         piece = self.text.push(token.token_id)
         text = piece.text
@@ -101,7 +117,3 @@ class Sequence:
         self.finished_at = time.monotonic()
         rest = self.text.finish()
         self.on_emission(Emission(rest.text, (), reason, error))
-
-    def release(self) -> None:
-        """Let go of its caches, once it has ended."""
-        self.cache = self.draft_state = None

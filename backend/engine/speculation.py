@@ -1,82 +1,210 @@
-"""The speculative step of one sequence: draft K, verify K + 1 rows, accept what the target itself chose.
+"""The speculative step over the batch: draft K, verify K + 1 rows, accept what the target itself chose.
 
 By coupled sampling the emitted tokens are the target's own choices; drafts only decide how many a step yields (L2).
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.drafters.protocol import Drafter
-from backend.engine.forms import GRID
-from backend.engine.runner import Rows, Runner
-from backend.engine.sampling import token_logprobs
-from backend.engine.sequence import Emission, EmittedToken, Sequence
-from backend.interface import GenerationFailed, Step
+import torch
+from torch import Tensor
+
+from backend.engine.draft_length import DraftLength
+from backend.engine.memory import Memory
+from backend.engine.runner import Runner
+from backend.engine.sampling import SamplerBatch, leading
+from backend.engine.sequence import Emission, EmittedToken
+from backend.engine.sequence import Sequence as Running
+from backend.interface import BackendError, GenerationFailed, Step
+from backend.ops.delta_replay import MAX_ROWS
+
+log = logging.getLogger(__name__)
+
+PREDICTION, GRAMMAR = "prediction", "grammar"  # sources of drafts beside the drafters
 
 
 @dataclass(frozen=True)
+class _Blocks:
+    """What a step runs: row 0 is each sequence's last token, the rest its drafts (or tokens it replays)."""
+
+    tokens: Tensor  # int64 [B, R]
+    counts: list[int]  # rows that are meant
+    sources: list[str]
+
+
 class Speculation:
-    """A runner, the drafter in force (None decodes plainly) and the draft length."""
+    """A runner over one memory, and the draft length in force. Call under `torch.inference_mode()`."""
 
-    runner: Runner
-    drafter: Drafter | None
-    draft_tokens: int
+    def __init__(self, runner: Runner, memory: Memory, lengths: DraftLength) -> None:
+        self.runner, self.memory, self.lengths = runner, memory, lengths
+        self.draft_tokens = 0  # K of the last step
 
-    def prefill(self, sequence: Sequence) -> None:
-        """Run the next prompt chunk; the last one also emits the first generated token."""
-        if sequence.cache is None:
-            sequence.cache = self.runner.new_cache()
-            sequence.draft_state = self.drafter.new_state() if self.drafter else None
+    def prefill(self, sequence: Running, rows: int) -> None:
+        """Run the next `rows` prompt tokens, one chunk of the grid; the last one also emits the first generated token."""
+        assert sequence.place is not None
         start = sequence.prefilled
-        chunk = sequence.prompt[start : start + GRID]
-        tokens, hidden = self.runner.prefill_chunk(sequence.cache, chunk, start)
-        if self.drafter:
-            self.drafter.prefill(sequence.draft_state, tokens, hidden, start, len(chunk))
+        chunk = sequence.prompt[start : start + rows]
+        tokens, hidden = self.runner.prefill_chunk(self.memory, sequence.place, chunk, start)
+        if sequence.drafter:
+            sequence.drafter.prefill(sequence.draft_state, tokens, hidden, start, len(chunk))
         sequence.prefilled += len(chunk)
-        if not sequence.in_prefill:
-            last = hidden[:, len(chunk) - 1 : len(chunk)]
-            self._emit(sequence, Rows(sequence.length - 1, self.runner.model.logits(last[0]), last), [])
+        if sequence.prefilled < len(sequence.prompt):
+            return
+        last = hidden[:, len(chunk) - 1 : len(chunk)]  # [1, 1, H]
+        if sequence.tokens:  # it was preempted: what follows is known
+            self._observe(sequence, sequence.tokens[:1], last[0])
+            return
+        logits = self.runner.model.logits(last)
+        chosen = SamplerBatch([sequence.sampler], [sequence.length]).verify(logits, _no_drafts(1, self.runner.device))
+        self._emit(sequence, logits[0], last[0], chosen.tolist()[0], _logprobs(logits, chosen).tolist()[0], [])
 
-    def decode(self, sequence: Sequence) -> None:
-        """One verify step; every count of it is DESIGN §6's."""
-        assert sequence.cache is not None
-        drafts = self._draft(sequence)
-        rows = self.runner.verify(sequence.cache, [sequence.tokens[-1], *drafts], sequence.length - 1)
-        emitted = self._emit(sequence, rows, drafts)
-        sequence.cache.accept(emitted)
+    def step(self, batch: Sequence[Running], alone: bool = True) -> None:
+        """One verify step of all sequences being decoded, in the order of their slots; its counts are DESIGN §6's.
 
-    def _draft(self, sequence: Sequence) -> list[int]:
-        count = min(self.draft_tokens, sequence.remaining - 1)
-        if self.drafter is None or count < 1:
-            return []
-        return self.drafter.propose(sequence.draft_state, count, sequence.sampler.choose)
+        `alone`: nothing else ran in this turn, so that the step's duration is its own.
+        """
+        began = time.perf_counter()
+        before = [len(sequence.steps) for sequence in batch]
+        self.draft_tokens = self.lengths.choose(len(batch))
+        blocks = self._blocks(batch, self.draft_tokens)
+        places = [sequence.place for sequence in batch if sequence.place]
+        logits, hidden = self.runner.verify(
+            self.memory, places, blocks.tokens, blocks.counts, [sequence.held for sequence in batch]
+        )
+        positions = [sequence.held + 1 for sequence in batch]
+        chosen = SamplerBatch([sequence.sampler for sequence in batch], positions).verify(logits, blocks.tokens[:, 1:])
+        # The one host read of a step.
+        given, told, logprobs = blocks.tokens.tolist(), chosen.tolist(), _logprobs(logits, chosen).tolist()
+        for i, sequence in enumerate(batch):
+            if sequence.replayed < len(sequence.tokens) - 1:
+                self._replay(sequence, blocks.counts[i], hidden[i])
+                continue
+            drafts = given[i][1 : blocks.counts[i]]
+            try:
+                self._emit(sequence, logits[i], hidden[i], told[i], logprobs[i], drafts, blocks.sources[i])
+            except Exception as error:
+                # A fault in one sequence's sampling or text is its own failure; the others' states are their own.
+                fail(sequence, error)
+        seconds = time.perf_counter() - began if alone else None
+        outcomes = [step for sequence, n in zip(batch, before, strict=True) for step in sequence.steps[n:]]
+        self.lengths.observe(len(batch), self.draft_tokens, seconds, outcomes)
 
-    def _emit(self, sequence: Sequence, rows: Rows, drafts: list[int]) -> int:
-        """Choose the target's tokens until one differs from its draft or ends the sequence; returns how many."""
-        from_prefill = not sequence.tokens
+    def _blocks(self, batch: Sequence[Running], most: int) -> _Blocks:
+        """Drafts from the first source that has any: the grammar, the client's prediction, the drafter."""
+        blocks: list[list[int]] = []
+        sources: list[str] = []
+        waiting: dict[int, list[int]] = {}  # drafter → members of the batch
+        limits = [min(most, sequence.remaining - 1) for sequence in batch]
+        for i, (sequence, limit) in enumerate(zip(batch, limits, strict=True)):
+            behind = sequence.tokens[sequence.replayed : -1][:MAX_ROWS]
+            drafts, source = behind[1:], "none"
+            if not behind and limit > 0:
+                if drafts := sequence.sampler.forced(limit):
+                    source = GRAMMAR
+                elif sequence.prediction and sequence.prediction.source == PREDICTION:
+                    drafts, source = sequence.prediction.propose(limit), PREDICTION
+                elif sequence.drafter:
+                    source = sequence.drafter.name
+                    waiting.setdefault(id(sequence.drafter), []).append(i)
+            blocks.append([behind[0] if behind else sequence.tokens[-1], *drafts])
+            sources.append(source)
+        proposals = []
+        for members in waiting.values():
+            some = [batch[i] for i in members]
+            drafter = some[0].drafter
+            assert drafter is not None
+            samplers = SamplerBatch([s.sampler for s in some], [s.length for s in some])
+            proposal = drafter.propose([s.draft_state for s in some], [limits[i] for i in members], samplers.draft)
+            proposals.append((members, proposal))
+        counts = [len(block) for block in blocks]
+        for members, proposal in proposals:
+            for i, count in zip(members, proposal.counts, strict=True):
+                counts[i] = 1 + count
+        rows = max(counts)
+        tokens = torch.tensor([[*block, *[0] * (rows - len(block))] for block in blocks], device=self.runner.device)
+        for members, proposal in proposals:
+            width = min(proposal.tokens.shape[1], rows - 1)
+            tokens[members, 1 : 1 + width] = proposal.tokens[:, :width].to(tokens.device)
+        return _Blocks(tokens, counts, sources)
+
+    def _replay(self, sequence: Running, rows: int, hidden: Tensor) -> None:
+        """Rows of known tokens are in memory again."""
+        self._observe(sequence, sequence.tokens[sequence.replayed + 1 : sequence.replayed + 1 + rows], hidden[:rows])
+        sequence.replayed += rows
+
+    def _observe(self, sequence: Running, tokens: Sequence[int], hidden: Tensor) -> None:
+        if sequence.drafter:
+            sequence.drafter.observe(sequence.draft_state, tokens, hidden)
+
+    def _emit(
+        self,
+        sequence: Running,
+        logits: Tensor,
+        hidden: Tensor,
+        chosen: Sequence[int],
+        logprobs: Sequence[float],
+        drafts: Sequence[int],
+        source: str = "none",
+    ) -> None:
+        """Take the target's tokens until one differs from its draft or ends the sequence.
+
+        logits float32 [R, V], hidden [R, H]; `chosen` and `logprobs` of each row.
+        """
+        first = not sequence.tokens  # it comes from the prompt's last row and belongs to no step
         text, accepted = "", 0
         tokens: list[EmittedToken] = []
-        for row, logits in enumerate(rows.logits):
-            try:
-                token = sequence.sampler.choose(logits, sequence.length)
-            except GenerationFailed:
+        for row, token in enumerate(chosen[: len(drafts) + 1]):
+            if not math.isfinite(logprobs[row]):
                 if not tokens:
-                    raise
+                    raise GenerationFailed("the model produced logits that are not finite")
                 break  # what was chosen before it is told first; the next step meets the same row and fails there
-            logprob, alternatives = token_logprobs(logits, token, sequence.alternatives)
-            tokens.append(EmittedToken(token, logprob, alternatives))
+            best = _alternatives(logits[row], sequence.alternatives)
+            tokens.append(EmittedToken(token, logprobs[row], best))
             text += sequence.append(tokens[-1])
             matched = row < len(drafts) and token == drafts[row]
             accepted += matched
             if sequence.finish or not matched:
                 break
-        if not from_prefill:
+        ids = [token.token_id for token in tokens]
+        if not first:
             # Slots past the token that ended the sequence were neither proposed nor accepted; rejected ones were.
             proposed = min(len(drafts), len(tokens)) if sequence.finish else len(drafts)
             sequence.steps.append(Step(proposed, accepted))
-        if self.drafter and not sequence.finish:
-            ids = [token.token_id for token in tokens]
-            self.drafter.observe(sequence.draft_state, ids, rows.hidden[:, : len(ids)])
+            sequence.sources.append(source)
+            sequence.replayed += len(ids)
+        if sequence.prediction:
+            sequence.prediction.extend(ids)
+        if not sequence.finish:
+            self._observe(sequence, ids, hidden[: len(ids)])
         sequence.on_emission(Emission(text, tuple(tokens), sequence.finish))
-        return len(tokens)
+
+
+def fail(sequence: Running, error: Exception) -> None:
+    """End a sequence for a fault, and say so."""
+    if isinstance(error, BackendError):
+        sequence.end("error", str(error))
+    else:
+        log.error("sequence %s failed", sequence.id, exc_info=error)
+        sequence.end("error", f"{type(error).__name__}: {error}")
+
+
+def _no_drafts(batch: int, device: torch.device) -> Tensor:
+    return torch.empty(batch, 0, dtype=torch.int64, device=device)
+
+
+def _logprobs(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Of the raw logits [B, R, V], for the tokens chosen [B, R]."""
+    return torch.log_softmax(logits, dim=-1).gather(-1, chosen[..., None])[..., 0]
+
+
+def _alternatives(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    best = leading(logits, min(count, len(logits)))
+    return tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))

@@ -10,6 +10,7 @@ from backend.models.config import ModelConfig
 from backend.models.forms import Form
 from backend.models.layers import DecoderLayer, Linear, Norm
 from backend.models.mtp import MTPBlock
+from backend.ops.rope import rotary_tables
 
 
 class Embedding(nn.Module):
@@ -53,8 +54,9 @@ class Qwen35(nn.Module):
     def forward(self, tokens: Tensor, form: Form) -> Tensor:
         """tokens int64 [B, T] → hidden states after the final norm, [B, T, hidden] in the model's dtype."""
         x = self.embed(tokens)
+        rotary = rotary_tables(form.positions, self.config.rotary_dim, self.config.rope_theta)
         for layer in self.model.layers:
-            x = layer(x, form)
+            x = layer(x, form, rotary)
         out: Tensor = self.model.norm(x)
         return out
 

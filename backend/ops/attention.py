@@ -1,8 +1,8 @@
-"""Softmax attention: over whole sequences (training) and over a key-value cache (prefill and verify).
+"""Softmax attention: over whole sequences (training) and over cached keys (prefill and verify).
 
 Row invariance of the cached form rests on two paddings: query rows to a multiple of `QUERY_ROWS`, and keys to whole
-blocks of `KEY_BLOCK` absolute positions whose unused tail is zero and masked. A fully masked block changes nothing,
-bit for bit, so neither the cache's length nor the companions of a row can show in its result.
+blocks of `KEY_BLOCK` absolute positions, masked where a row may not look. A fully masked block changes nothing, bit
+for bit, so neither the cache's length nor the companions of a row can show in its result.
 """
 
 from __future__ import annotations
@@ -23,17 +23,30 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, first_key: int = 0) -> Tensor:
-    """Attend from query rows at absolute `positions` to cached keys at absolute indices.
+def visibility(positions: Tensor, length: int, groups: int, dtype: torch.dtype, first_key: int = 0) -> Tensor:
+    """The additive mask of `cached_attention`: positions int64 [B, R] → [B, 1, M, length], 0 or -inf.
 
-    q [1, R, Hq, D]; k, v [1, Hkv, L, D] with L a multiple of KEY_BLOCK, finite everywhere; positions int64 [R].
-    A row sees keys first_key … its own position (and always its own). Returns [1, R, Hq, D].
+    A row at position p sees keys first_key … p, and always its own. M is R · groups, padded.
     """
-    rows = q.shape[1]
-    padding = -rows % QUERY_ROWS
-    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).transpose(1, 2)  # [1, Hq, R', D]
-    at = F.pad(positions, (0, padding))[:, None]  # [R', 1]
-    keys = torch.arange(k.shape[2], device=q.device)[None]  # [1, L]
-    visible = (keys <= at) & ((keys >= first_key) | (keys == at))  # [R', L]
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=visible, enable_gqa=True)
-    return out[:, :, :rows].transpose(1, 2)
+    at = positions[..., None]  # [B, R, 1]
+    keys = torch.arange(length, device=positions.device)  # [L]
+    hidden = (keys > at) | ((keys < first_key) & (keys != at))  # [B, R, L]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+    mask = mask.repeat_interleave(groups, dim=1)  # [B, R · groups, L]
+    return F.pad(mask, (0, 0, 0, -mask.shape[1] % QUERY_ROWS))[:, None]
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend from query rows to cached keys at absolute indices.
+
+    q [B, R, Hq, D]; k, v [B, Hkv, L, D] with L a multiple of KEY_BLOCK, finite everywhere; `mask` of `visibility`.
+    Query heads that share a key head become rows of it, so that its keys are read once. Returns [B, R, Hq, D].
+    """
+    B, R, heads, D = q.shape
+    groups = heads // k.shape[1]
+    queries = q.view(B, R, k.shape[1], groups, D).transpose(1, 2).reshape(B, k.shape[1], R * groups, D)
+    padding = -(R * groups) % QUERY_ROWS
+    if padding:
+        queries = F.pad(queries, (0, 0, 0, padding))  # [B, Hkv, M, D]
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)[:, :, : R * groups]
+    return out.reshape(B, k.shape[1], R, groups, D).transpose(1, 2).reshape(B, R, heads, D)

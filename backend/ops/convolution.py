@@ -15,10 +15,10 @@ def causal_conv_silu(columns: Tensor, weight: Tensor) -> Tensor:
     """
     width = weight.shape[-1]
     rows = columns.shape[1] - width + 1
-    taps = weight.float().squeeze(1)  # [C, W]
+    taps = weight.float().squeeze(1).t()  # [W, C]
     x = columns.float()
-    total = x[:, :rows] * taps[:, 0]
+    total = x[:, :rows] * taps[0]
     for tap in range(1, width):
-        total = total + x[:, tap : tap + rows] * taps[:, tap]
+        total = total + x[:, tap : tap + rows] * taps[tap]
     # The reference implementation rounds the convolution to the model's dtype before the activation.
     return silu(total.to(columns.dtype).float()).to(columns.dtype)

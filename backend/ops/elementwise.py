@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LANES = 64  # twice the widest vector (32 bfloat16): the unit of torch's unrolled vector loop
+LOOP_BYTES = 128  # twice the widest vector: the unit of torch's unrolled vector loop
 GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thread
 
 
@@ -51,13 +51,21 @@ def _rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     # Gradients are never compared bit by bit, and other devices have no scalar tails.
     if torch.is_grad_enabled() or x.device.type != "cpu":
         return function(x)
-    width = x.shape[-1]
-    if width % LANES == 0 and x.numel() <= GRAIN and x.is_contiguous():
+    width, lanes = x.shape[-1], LOOP_BYTES // x.element_size()
+    if width % lanes == 0 and x.is_contiguous() and _threads_end_on_vectors(x.numel(), lanes):
         return function(x)
     flat = x.reshape(-1, width).contiguous()
-    padding = -width % LANES
+    padding = -width % lanes
     if padding:
         flat = F.pad(flat, (0, padding))
     rows = max(GRAIN // (width + padding), 1)
     out = function(flat) if len(flat) <= rows else torch.cat([function(part) for part in flat.split(rows)])
     return out[:, :width].reshape(x.shape)
+
+
+def _threads_end_on_vectors(count: int, lanes: int) -> bool:
+    """Does every thread's share of a loop over `count` elements end on a whole vector?"""
+    if count <= GRAIN:
+        return True
+    shares = min(torch.get_num_threads(), -(-count // GRAIN))
+    return -(-count // shares) % lanes == 0

@@ -8,14 +8,11 @@ from torch import Tensor
 from backend.ops.elementwise import silu
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred RMSNorm: x / sqrt(mean(x²) + eps) · (1 + weight) over the last dimension.
-
-    Qwen3.5 stores weight - 1 everywhere except in the DeltaNet output norm (`gated_rms_norm`).
-    """
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """RMSNorm: x / sqrt(mean(x²) + eps) · scale over the last dimension; scale float32."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (y * (1.0 + weight.float())).to(x.dtype)
+    return (y * scale).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from backend.ops.elementwise import cos, sin
 
+Rotary = tuple[Tensor, Tensor]
 
-def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+
+def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> Rotary:
     """positions int64 [B, T] → cos, sin float32 [B, T, 1, rotary_dim / 2].
 
     Pair i of a head turns by the angle p · theta^(-2i / rotary_dim).

@@ -11,17 +11,20 @@ from backend.interface import BackendError
 
 @dataclass(frozen=True)
 class Defaults:
-    """temperature 0 = greedy, top_p 1 = off, top_k 0 = off, min_p 0 = off."""
+    """temperature 0 = greedy, top_p 1 = off, top_k 0 = off, min_p 0 = off, penalties 0 and repetition 1 = off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
 
-# Qwen3.5's model card, rows "thinking, general" and "non-thinking, general" (without their presence penalty).
-_THINKING = Defaults(temperature=1.0, top_p=0.95, top_k=20)
-_NON_THINKING = Defaults(temperature=0.7, top_p=0.8, top_k=20)
+# Qwen3.5's model card, rows "thinking, general" and "non-thinking, general".
+_THINKING = Defaults(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5)
+_NON_THINKING = Defaults(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class SamplingDefaults:
                 top_p=float(stated.get("top_p", 1.0)),
                 top_k=int(stated.get("top_k", 0)),
                 min_p=float(stated.get("min_p", 0.0)),
+                repetition_penalty=float(stated.get("repetition_penalty", 1.0)),
             )
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise BackendError(f"cannot read {path}: {error}") from None

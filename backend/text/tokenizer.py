@@ -37,14 +37,15 @@ _RESERVED = _RENDERER_ARGUMENTS - _CLIENT_ARGUMENTS - {"kwargs"}
 class Prompt:
     """A rendered conversation.
 
-    `first_user_end`: tokens up to and including the end of the first user turn, 0 where the template's turns are not
-    Qwen's. `in_reasoning`: the template left the assistant inside an open `<think>`.
+    `first_user_end`: tokens up to and including the end of the first user turn, `last_user_start`: those before the last
+    one; 0 where the template's turns are not Qwen's. `in_reasoning`: the template left the assistant inside an open `<think>`.
     """
 
     ids: tuple[int, ...]
     text: str
     first_user_end: int
     in_reasoning: bool
+    last_user_start: int = 0
 
 
 class ChatTokenizer:
@@ -113,10 +114,11 @@ class ChatTokenizer:
         """
         rendered, quarantine = self._render(messages, template_kwargs)
         ids: list[int] = []
-        first_user_end, in_user, literal = 0, False, ""
+        first_user_end, last_user_start, in_user, literal = 0, 0, False, ""
         pieces = self._literals.split(rendered)  # text, literal, text, …, text
         for text, following in zip(pieces[::2], [*pieces[1::2], None], strict=True):
-            in_user |= literal == TURN_START and text.startswith("user\n")
+            if literal == TURN_START and text.startswith("user\n"):
+                in_user, last_user_start = True, len(ids) - 1
             ids += self._plain.encode(quarantine.reveal(text), add_special_tokens=False).ids
             if following is None:
                 break
@@ -126,7 +128,7 @@ class ChatTokenizer:
                 first_user_end = len(ids)
         thoughts = [literal for literal in pieces[1::2] if literal in (THINK, END_THINK)]
         in_reasoning = thoughts[-1:] == [THINK]
-        return Prompt(tuple(ids), quarantine.reveal(rendered), first_user_end, in_reasoning)
+        return Prompt(tuple(ids), quarantine.reveal(rendered), first_user_end, in_reasoning, last_user_start)
 
     def plain(self, text: str) -> list[int]:
         """Token ids of `text`, in which no literal is special."""

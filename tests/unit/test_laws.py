@@ -15,12 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import backend.engine.cache as cache_module
-import backend.engine.forms as forms_module
-import backend.engine.sampling as sampling_module
 import backend.ops.elementwise as elementwise_module
 from backend.drafters.mtp import MTPDrafter
-from backend.engine.cache import PendingRows
 from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.engine.sampling import SamplingParams

@@ -1,0 +1,65 @@
+"""One turn of the engine: end what was cancelled → admit → one prompt chunk at most → one verify step of the batch.
+
+Runs on whatever thread calls it: the engine's, or that of whoever decodes without a server.
+"""
+
+from __future__ import annotations
+
+from backend.engine.scheduler import Scheduler
+from backend.engine.sequence import Sequence
+from backend.engine.speculation import Speculation, fail
+
+
+class Loop:
+    """Call under `torch.inference_mode()`. Sequences leave the scheduler through `leave`, by whoever hears their end."""
+
+    def __init__(self, speculation: Speculation, scheduler: Scheduler) -> None:
+        self.speculation, self.scheduler = speculation, scheduler
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it behind those that wait."""
+        self.scheduler.waiting.append(sequence)
+
+    def finish(self) -> None:
+        """Turn until nothing is left to do."""
+        while self.busy:
+            self.turn()
+
+    def turn(self) -> None:
+        scheduler = self.scheduler
+        for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.cancelled]:
+            sequence.end("cancelled")
+            scheduler.leave(sequence)
+        scheduler.admit()
+        prompt = scheduler.next_prompt()
+        if prompt:
+            self._prefill(prompt)
+        scheduler.reserve()
+        if scheduler.decoding:
+            self._step(list(scheduler.decoding), alone=prompt is None)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        try:
+            self.speculation.prefill(sequence, self.scheduler.chunk(sequence))
+        except Exception as error:
+            fail(sequence, error)
+        if sequence.finish:
+            self.scheduler.leave(sequence)
+        else:
+            self.scheduler.after_chunk(sequence)
+
+    def _step(self, batch: list[Sequence], alone: bool) -> None:
+        try:
+            self.speculation.step(batch, alone)
+        except Exception as error:
+            # Nobody can tell whose rows it was; who joins later has other rows.
+            for sequence in batch:
+                if not sequence.finish:
+                    fail(sequence, error)
+        for sequence in batch:
+            if sequence.finish:
+                self.scheduler.leave(sequence)

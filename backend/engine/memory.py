@@ -1,0 +1,73 @@
+"""The engine's memory as one budget: pages that sequences and the prefix cache share, slots for those being decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backend.engine.cache import PAGE, DeltaNetSlots, KeyValuePages, PageTable, PromptState
+from backend.models.config import ModelConfig
+
+
+class Memory:
+    """Everything a page holds is one allocation a kind: the trunk's keys and values, prompts' hidden states, and the
+    keys and values of drafter blocks, made when the first drafter asks for its block's.
+
+    `pages` can be held; page 0 is one more, for padding. `hidden` is [positions, hidden_size].
+    """
+
+    def __init__(self, config: ModelConfig, pages: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._pages, self._device, self._dtype = config, pages + 1, device, dtype
+        self.table = PageTable(pages + 1)
+        attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        self.cache = self._pool(attention)
+        self.slots = DeltaNetSlots(config, slots, device, dtype)
+        self.hidden = torch.zeros(self._pages * PAGE, config.hidden_size, device=device, dtype=dtype)
+        self._blocks: dict[str, KeyValuePages] = {}
+
+    def block(self, fingerprint: str) -> KeyValuePages:
+        """Keys and values of a drafter's block (one attention layer, 0), shared by all drafters that have that block."""
+        if fingerprint not in self._blocks:
+            self._blocks[fingerprint] = self._pool([0])
+        return self._blocks[fingerprint]
+
+    def take(self, pages: list[int]) -> None:
+        """Append a page, zeroed. Raises IndexError when none is free."""
+        page = self.table.take(pages[-1] if pages else None)
+        for pool in (self.cache, *self._blocks.values()):
+            pool.clear(page)
+        pages.append(page)
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """The first `rows` positions of a page to another, with all they hold."""
+        for pool in (self.cache, *self._blocks.values()):
+            pool.copy(source, target, rows)
+        self.hidden[target * PAGE : target * PAGE + rows] = self.hidden[source * PAGE : source * PAGE + rows]
+
+    def places(self, pages: list[int], start: int, count: int) -> Tensor:
+        """Where positions start … start + count - 1 of a sequence on these pages are kept: int64 [count]."""
+        positions = torch.arange(start, start + count, device=self._device)
+        held = torch.tensor(pages, device=self._device)
+        return held[positions // PAGE] * PAGE + positions % PAGE
+
+    def _pool(self, layers: list[int]) -> KeyValuePages:
+        return KeyValuePages(layers, self._config, self._pages, self._device, self._dtype)
+
+
+@dataclass
+class Place:
+    """What one sequence holds. `slot` is None until its prompt has been run, `state` until a row of it has."""
+
+    prompt: int  # its length
+    pages: list[int] = field(default_factory=list)
+    state: PromptState | None = None
+    slot: int | None = None
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, blocks: int) -> int:
+    """Of one page with everything in it, `blocks` drafter blocks included."""
+    attention = sum(kind == "full_attention" for kind in config.layer_types)
+    keys_and_values = 2 * config.num_key_value_heads * config.head_dim * (attention + blocks)
+    return PAGE * (keys_and_values + config.hidden_size) * dtype.itemsize

@@ -1,0 +1,170 @@
+"""The gated delta rule in the verify form: rows are answered from a base state and records of the rows since.
+
+Unrolling the recurrence of `delta_rule` from the state S_b after row b - 1, with G the running sum of g:
+
+    u_i = beta_i (v_i - e^(G_i - G_(b-1)) S_bᵀ k_i - Σ_{b ≤ j < i} e^(G_i - G_j) (k_j · k_i) u_j)
+    o_i = e^(G_i - G_(b-1)) S_bᵀ q_i + Σ_{b ≤ j ≤ i} e^(G_i - G_j) (k_j · q_i) u_j
+
+(Yang et al., arXiv 2412.06464, equations of the chunked form, one row at a time.) A step reads S once however many rows
+it verifies, and writes it only when the base moves; rejected rows are forgotten by not counting them. Which base a row
+has, and which record stands where in the ring, depend on its index alone: so do its bits (law L1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backend.ops.elementwise import exp
+
+MAX_ROWS = 9  # of one sequence in one step: a token and eight drafts
+RING = 32  # records kept; a whole number of vectors
+CHUNK = (RING - MAX_ROWS - 1) // 2  # rows folded at a time: a block, the chunk before it and the base's own G fit in
+_ROWS = 4  # matrix products of two or three rows come out of another kernel; from four on, multiples agree
+
+
+def base_of(index: int) -> int:
+    """The base of row `index` (0 = first generated): every row has between CHUNK and 2·CHUNK - 1 records, or all."""
+    return CHUNK * max(0, index // CHUNK - 1)
+
+
+@dataclass(frozen=True)
+class Records:
+    """One layer's memory of B sequences; rows of a ring are addressed by row index modulo RING."""
+
+    S: Tensor  # [B, H, dk, dv] float32, the state after row base - 1
+    k: Tensor  # [B, H, RING, dk] float32
+    u: Tensor  # [B, H, RING, dv] float32
+    G: Tensor  # [B, H, RING] float64, running sum of g since the first generated row
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where the rows of a step stand, for all layers alike. R rows of each sequence, padded to R' = 4, 8 or 12."""
+
+    rows: Tensor  # int64 [B · H · R], records to write in the flattened ring
+    row: tuple[Tensor, ...]  # R times int64 [B · H]: those of one row
+    previous: Tensor  # int64 [B · H], the record before the first row
+    reach: Tensor  # float64 [B, 1, R', RING]: 0 for records a row may use (its own and its base's too), else -inf
+    counted: Tensor  # float32 [B, 1, 2, R', RING]: 1 for records the row's o (first) and u (second) sum over
+    base: Tensor  # int64 [B, H, R', 1], the record before the row's base
+    padded: int
+
+    @classmethod
+    def at(cls, starts: Sequence[int], rows: int, heads: int, device: torch.device) -> Window:
+        """For sequences whose next rows have indices starts[i] … starts[i] + rows - 1."""
+        padded = -(-rows // _ROWS) * _ROWS
+        first = np.asarray(starts, np.int64)[:, None]  # [B, 1]
+        index = first + np.arange(rows)  # [B, R]
+        base = CHUNK * np.maximum(0, index // CHUNK - 1)
+        ring = np.arange(RING)
+        latest = index[..., None] - (index[..., None] - ring) % RING  # [B, R, RING]: what stands there, itself included
+        summed = latest >= base[..., None]
+        earlier = summed & (latest < index[..., None])
+        reach = summed | (ring == ((base - 1) % RING)[..., None])
+
+        def pad(x: NDArray[np.bool_]) -> NDArray[np.bool_]:
+            return np.pad(x, ((0, 0), (0, padded - rows), (0, 0)))
+
+        owner = np.arange(len(starts) * heads).reshape(-1, heads)[..., None] * RING  # [B, H, 1]
+        written = owner + (index % RING)[:, None]  # [B, H, R]
+        anchors = np.zeros((len(starts), 1, padded, 1), np.int64)
+        anchors[:, 0, :rows, 0] = (base - 1) % RING
+
+        def tensor(x: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+        return cls(
+            rows=tensor(written.reshape(-1)),
+            row=tuple(tensor(written[..., t].reshape(-1)) for t in range(rows)),
+            previous=tensor((owner + ((first - 1) % RING)[:, None]).reshape(-1)),
+            reach=tensor(np.where(pad(reach), 0.0, -np.inf)[:, None]),
+            counted=tensor(np.stack((pad(summed), pad(earlier)), axis=1)[:, None].astype(np.float32)),
+            base=tensor(anchors).expand(-1, heads, -1, -1),
+            padded=padded,
+        )
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Rows `first` … of sequence `owner` whose base is one chunk further than S, and that base's state."""
+
+    owner: int
+    first: int
+    S: Tensor  # [H, dk, dv]
+
+
+def replayed_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    records: Records,
+    window: Window,
+    ahead: Sequence[Ahead] = (),
+) -> Tensor:
+    """q, k [B, R, H, dk]; v [B, R, H, dv]; g, beta [B, R, H], float32 → o [B, R, H, dv]; R ≤ MAX_ROWS.
+
+    Writes the rows' k, u and G into the records (all contiguous); S is read only.
+    """
+    B, R, H, dk = k.shape
+    dv, padding = v.shape[-1], window.padded - R
+    G, u_ring = records.G, records.u.view(B * H, RING, dv)
+    kt = k.transpose(1, 2)  # [B, H, R, dk]
+    records.k.view(-1, dk).index_copy_(0, window.rows, kt.reshape(-1, dk))
+    total = _running_sum(G.view(-1).index_select(0, window.previous).view(B, H, 1), g.transpose(1, 2))  # [B, H, R]
+    G.view(-1).index_copy_(0, window.rows, total.reshape(-1))
+
+    x = torch.stack((q.transpose(1, 2), kt), dim=2)  # [B, H, 2, R, dk]
+    if padding:
+        x = torch.nn.functional.pad(x, (0, 0, 0, padding))
+        total = torch.nn.functional.pad(total, (0, padding))
+    x = x.view(B * H, 2 * window.padded, dk)
+    keyed = torch.bmm(x, records.k.view(B * H, RING, dk).transpose(1, 2)).view(B, H, 2, window.padded, RING)
+    stated = torch.bmm(x, records.S.view(B * H, dk, dv)).view(B, H, 2, window.padded, dv)
+    for rest in ahead:
+        later = torch.bmm(x.view(B, H, -1, dk)[rest.owner], rest.S).view(H, 2, window.padded, dv)
+        stated[rest.owner, :, :, rest.first : R] = later[:, :, rest.first : R]
+
+    decay = exp((total[..., None] - G[:, :, None] + window.reach).float())  # [B, H, R', RING]
+    weights = keyed * decay[:, :, None] * window.counted
+    stated = stated * decay.gather(3, window.base)[:, :, None]
+    b = beta.transpose(1, 2)[..., None]  # [B, H, R, 1]
+    fresh = b * (v.transpose(1, 2) - stated[:, :, 1, :R])  # [B, H, R, dv]
+    onto = b * weights[:, :, 1, :R]  # [B, H, R, RING]
+    for t in range(R):  # a row's u needs those before it
+        u = torch.baddbmm(fresh[:, :, t].reshape(B * H, 1, dv), onto[:, :, t].reshape(B * H, 1, RING), u_ring, alpha=-1)
+        records.u.view(-1, dv).index_copy_(0, window.row[t], u.view(B * H, dv))
+    o = torch.baddbmm(stated[:, :, 0].reshape(B * H, -1, dv), weights[:, :, 0].reshape(B * H, -1, RING), u_ring)
+    return o.view(B, H, window.padded, dv)[:, :, :R].transpose(1, 2)
+
+
+def _running_sum(previous: Tensor, g: Tensor) -> Tensor:
+    """previous float64 [B, H, 1], g float32 [B, H, R] → G of each row [B, H, R], added strictly one after the other."""
+    if g.shape[-1] == 1:
+        return previous + g
+    return torch.cat((previous, g.double()), dim=-1).cumsum(-1)[..., 1:]
+
+
+def folded(records: Records, base: int) -> Tensor:
+    """The state one chunk after `base`, [B, H, dk, dv]: rows base … base + CHUNK - 1 must have been recorded."""
+    B, H, dk, dv = records.S.shape
+    ring = np.arange(RING)
+    last = base + CHUNK - 1
+    latest = last - (last - ring) % RING
+    reach = torch.from_numpy(np.where((latest >= base) | (ring == (base - 1) % RING), 0.0, -np.inf)).to(
+        records.G.device
+    )
+    decay = exp((records.G[..., last % RING, None] - records.G + reach).float())  # [B, H, RING]
+    before = decay[..., (base - 1) % RING, None, None]
+    counted = torch.from_numpy((latest >= base).astype(np.float32)).to(records.G.device)
+    fresh = records.u * (decay * counted)[..., None]  # [B, H, RING, dv]
+    S = (records.S * before).reshape(B * H, dk, dv)
+    k = records.k.reshape(B * H, RING, dk).transpose(1, 2)
+    return torch.baddbmm(S, k, fresh.view(B * H, RING, dv)).view(B, H, dk, dv)
