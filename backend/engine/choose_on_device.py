@@ -168,7 +168,9 @@ def _columns(table: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _to(table: Tensor, device: torch.device) -> Tensor:
-    return table.to(device) if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 def _ordered(z: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class Processors:
         drafts int64 [D] follow the accepted tokens; D ≥ R - 1. `ends` false leaves min_tokens aside.
         """
         x, first = logits.clone(), len(drafts) - len(logits) + 1
+        drafts = drafts.clamp(0, x.shape[1] - 1)  # an id that is none is wrong anyhow: rows after it are nobody's
         device = x.device
         if self._bias:
             ids = torch.tensor([token for token, _ in self._bias], device=device)
