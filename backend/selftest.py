@@ -9,26 +9,28 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor, nn
 
+from backend.drafters.diagnostic import PreNormDrafter, Rehearsal
 from backend.drafters.mtp import MTPDrafter
-from backend.drafters.protocol import Choose, Drafter
+from backend.drafters.protocol import Drafter
+from backend.engine.draft_length import FixedDraftLength
+from backend.engine.loop import Loop
 from backend.engine.sampling import Sampler, SamplingParams
+from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Emission, Sequence
 from backend.engine.speculation import Speculation
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import BackendError, GenerationFailed, Step
-from backend.local import Loaded, LocalOptions, load
+from backend.loading import Loaded, LocalOptions, load
 from backend.ops.linear import RowTile
 from backend.text.answer import AnswerText
 
@@ -68,16 +70,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Every prompt's answer under one drafter; `seconds` are those of verify steps, prompts not counted."""
+    """Every prompt's answer under one drafter; `timed` tokens came in `seconds` during which no prompt was run."""
 
     name: str
     answers: tuple[Answer, ...]
+    timed: int
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens that verify steps gave: an answer's first one comes with its prompt."""
-        return sum(len(answer.tokens) - 1 for answer in self.answers) / max(self.seconds, 1e-9)
+        return self.timed / max(self.seconds, 1e-9)
 
     @property
     def steps(self) -> list[Step]:
@@ -90,10 +92,11 @@ class Decoding:
 
     def slots(self) -> list[tuple[int, int]]:
         """(A_s, P_s) of slots 0 … SLOTS - 1."""
-        counts = SpeculationCounts(SLOTS)
+        counts = SpeculationCounts([self.name], SLOTS)
         for step in self.steps:
-            counts.add(step)
-        return list(zip(counts.accepted, counts.proposed, strict=True))
+            counts.add(self.name, step)
+        (found,) = counts.snapshot()
+        return list(zip(found.accepted_tokens_per_pos, found.draft_tokens_per_pos, strict=True))
 
     def identical_to(self, other: Decoding) -> int:
         """How many answers have bitwise the tokens and logprobs of `other`'s."""
@@ -101,72 +104,19 @@ class Decoding:
         return sum((a.tokens, a.logprobs) == (b.tokens, b.logprobs) for a, b in pairs)
 
 
-class PreNormDrafter:
-    """The MTP drafter fed with what enters the trunk's final norm instead of what leaves it."""
-
-    name = "mtp pre-norm"
-
-    def __init__(self, drafter: MTPDrafter) -> None:
-        self._drafter = drafter
-        self._rows: Tensor  # [1, R, H] of the trunk's last forward
-        self.fingerprint = drafter.fingerprint
-        drafter.model.model.norm.register_forward_pre_hook(self._keep)
-
-    def _keep(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._rows = inputs[0]
-
-    def new_state(self) -> Any:
-        return self._drafter.new_state()
-
-    def prefill(self, state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
-        self._drafter.prefill(state, tokens, self._rows, start, valid)
-        self._rows = self._rows[:, valid - 1 : valid]  # the row that the first generated token follows
-
-    def observe(self, state: Any, tokens: Ids[int], hidden: Tensor) -> None:
-        self._drafter.observe(state, tokens, self._rows[:, : len(tokens)])
-
-    def propose(self, state: Any, count: int, choose: Choose) -> list[int]:
-        return self._drafter.propose(state, count, choose)
-
-
-class Rehearsal:
-    """Proposes answers known beforehand, some tokens wrong on purpose, so that whatever the model every number of
-    accepted drafts occurs. A sequence's state is what is still to come of its answer.
-    """
-
-    name, fingerprint = "known answers", "rehearsal"
-
-    def __init__(self, answers: Iterable[Answer]) -> None:
-        """`answers` in the order in which sequences will start."""
-        self._answers = iter(answers)
-
-    def new_state(self) -> list[int]:
-        return list(next(self._answers).tokens)
-
-    def prefill(self, state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
-        pass
-
-    def observe(self, state: list[int], tokens: Ids[int], hidden: Tensor) -> None:
-        del state[: len(tokens)]
-
-    def propose(self, state: list[int], count: int, choose: Choose) -> list[int]:
-        left = range(len(state), 0, -1)
-        # Gaps of 4, 3, 2, 1 between wrong tokens: blocks meet their first one in every slot, and meet none.
-        return [abs(t - 1) if n % 10 in (0, 1, 3, 6) else t for t, n in zip(state[:count], left, strict=False)]
-
-
 @dataclass(frozen=True)
 class Findings:
-    """The same prompts decoded in every way there is; without an MTP head the two in the middle are None."""
+    """The same prompts decoded in every way there is; without an MTP head, `post_norm` and `pre_norm` are None."""
 
     plain: Decoding
     post_norm: Decoding | None
     pre_norm: Decoding | None
     rehearsed: Decoding
+    together: Decoding
 
     @property
     def speculative(self) -> list[Decoding]:
-        return [d for d in (self.post_norm, self.pre_norm, self.rehearsed) if d is not None]
+        return [d for d in (self.post_norm, self.pre_norm, self.rehearsed, self.together) if d is not None]
 
 
 def run(options: LocalOptions, out: Console | None = None, tokens: int = TOKENS) -> int:
@@ -198,60 +148,98 @@ def _load(options: LocalOptions, console: Console) -> Loaded:
     except BackendError as error:
         if options.drafter == "none":
             raise
-        plain = load(replace(options, drafter="none"))
+        plain = load(replace(options, drafter="none", further_drafters=()))
         _say(console, f"Checked without a drafter: {escape(str(error))}")
         return plain
 
 
 def measure(loaded: Loaded, console: Console, tokens: int = TOKENS) -> Findings:
-    """Decode the prompts by K = 0, then by K = SLOTS under every drafter. Raises GenerationFailed."""
-    runner, drafter = loaded.speculation.runner, loaded.speculation.drafter
-    mtp = drafter if isinstance(drafter, MTPDrafter) else None
+    """Decode the prompts by K = 0, by K = SLOTS under every drafter, and all together. Raises GenerationFailed."""
+    memory = loaded.loop.speculation.memory
+    mtp = loaded.default if isinstance(loaded.default, MTPDrafter) else None
+    prompts = [
+        loaded.tokenizer.encode_chat([{"role": "user", "content": content}], {"enable_thinking": False}).ids
+        for content in PROMPTS
+    ]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("decoding", total=len(PROMPTS) * (4 if mtp else 2))
+        task = progress.add_task("decoding", total=len(PROMPTS) * (5 if mtp else 3))
 
-        def decoded(drafter: Drafter | None) -> Decoding:
-            speculation = Speculation(runner, drafter, SLOTS if drafter else 0)
-            return _decode(loaded, speculation, tokens, lambda: progress.advance(task))
+        def decoded(name: str, drafter: Drafter | None, together: int = 1) -> Decoding:
+            # Without a prefix cache: every way runs every row itself.
+            lengths = FixedDraftLength(SLOTS if drafter else 0)
+            loop = Loop(Speculation(loaded.runner, memory, lengths), Scheduler(memory, together, None))
+            asked = [_ask(loaded, prompt, index, drafter, tokens) for index, prompt in enumerate(prompts)]
+            return _decode(name, loop, asked, lambda: progress.advance(task))
 
-        plain = decoded(None)
+        plain = decoded("K = 0", None)
+        known = Rehearsal({p: answer.tokens for p, answer in zip(prompts, plain.answers, strict=True)})
+        slots = len(memory.slots.bases)
         return Findings(
             plain=plain,
-            post_norm=decoded(mtp) if mtp else None,
-            pre_norm=decoded(PreNormDrafter(mtp)) if mtp else None,
-            rehearsed=decoded(Rehearsal(plain.answers)),
+            post_norm=decoded(f"K = {SLOTS}, {mtp.name}", mtp) if mtp else None,
+            pre_norm=decoded(f"K = {SLOTS}, mtp pre-norm", PreNormDrafter(mtp, memory)) if mtp else None,
+            rehearsed=decoded(f"K = {SLOTS}, {known.name}", known),
+            together=decoded(f"K = {SLOTS}, {min(slots, len(PROMPTS))} at once", known, slots),
         )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    sequence: Sequence
+    emissions: list[Emission]
+
+
+def _ask(loaded: Loaded, prompt: tuple[int, ...], index: int, drafter: Drafter | None, tokens: int) -> _Asked:
+    """Even prompts are answered greedily, odd ones sampled at temperature 1 from a fixed seed."""
+    emissions: list[Emission] = []
+    sequence = Sequence(
+        id=str(index),
+        prompt=prompt,
+        sampler=Sampler(SamplingParams(temperature=float(index % 2), seed=index), loaded.vocab, prompt),
+        max_tokens=tokens,
+        eos_ids=loaded.tokenizer.eos_ids,
+        text=AnswerText(loaded.tokenizer.text_bytes, ()),
+        alternatives=0,
+        on_emission=emissions.append,
+        drafter=drafter,
+    )
+    return _Asked(sequence, emissions)
 
 
 @torch.inference_mode()
-def _decode(loaded: Loaded, speculation: Speculation, tokens: int, advance: Callable[[], None]) -> Decoding:
-    """Every prompt alone, in order: even ones greedily, odd ones sampled at temperature 1 from a fixed seed."""
-    answers, seconds = [], 0.0
-    for index, content in enumerate(PROMPTS):
-        prompt = loaded.tokenizer.encode_chat([{"role": "user", "content": content}], {"enable_thinking": False})
-        params = SamplingParams(temperature=float(index % 2), seed=index)
-        emissions: list[Emission] = []
-        sequence = Sequence(
-            id=str(index),
-            prompt=prompt.ids,
-            sampler=Sampler(params, loaded.vocab),
-            max_tokens=tokens,
-            eos_ids=loaded.tokenizer.eos_ids,
-            text=AnswerText(loaded.tokenizer.text_bytes, ()),
-            alternatives=0,
-            on_emission=emissions.append,
-        )
-        while sequence.in_prefill:
-            speculation.prefill(sequence)
+def _decode(name: str, loop: Loop, asked: Ids[_Asked], advance: Callable[[], None]) -> Decoding:
+    sequences = [one.sequence for one in asked]
+
+    def reached() -> tuple[int, int, int]:
+        """Prompt tokens run, tokens emitted, answers complete."""
+        finished = sum(sequence.finish is not None for sequence in sequences)
+        return sum(s.prefilled for s in sequences), sum(len(s.tokens) for s in sequences), finished
+
+    for sequence in sequences:
+        loop.add(sequence)
+    timed, seconds, before = 0, 0.0, reached()
+    while loop.busy:
         began = time.perf_counter()
-        while not sequence.finish:
-            speculation.decode(sequence)
-        seconds += time.perf_counter() - began
-        text = "".join(emission.text for emission in emissions)
-        answers.append(Answer(tuple(sequence.tokens), tuple(sequence.logprobs), text, tuple(sequence.steps)))
-        advance()
-    drafter = speculation.drafter
-    return Decoding(f"K = {SLOTS}, {drafter.name}" if drafter else "K = 0", tuple(answers), seconds)
+        loop.turn()
+        took, after = time.perf_counter() - began, reached()
+        if after[0] == before[0]:
+            seconds, timed = seconds + took, timed + after[1] - before[1]
+        for _ in range(after[2] - before[2]):
+            advance()
+        before = after
+    for one in asked:
+        if error := one.emissions[-1].error:
+            raise GenerationFailed(error)
+    answers = (
+        Answer(
+            tokens=tuple(one.sequence.tokens),
+            logprobs=tuple(one.sequence.logprobs),
+            text="".join(emission.text for emission in one.emissions),
+            steps=tuple(one.sequence.steps),
+        )
+        for one in asked
+    )
+    return Decoding(name, tuple(answers), timed, seconds)
 
 
 def build_failures(loaded: Loaded) -> list[str]:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from backend.interface import ChatRequest, Result, SamplingRequest, Step
-from backend.local import LocalBackend, LocalOptions
+from backend.loading import LocalOptions
+from backend.local import LocalBackend
 from training import sources
 from training.conversation import Conversation
 from training.corpus import conversations

@@ -13,12 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import backend.engine.forms as forms_module
-import backend.local as local
 import backend.selftest as selftest
-from backend.engine.cache import PendingRows
+from backend.drafters.mtp import MTPDrafter
+from backend.drafters.protocol import Proposal
+from backend.engine.cache import DeltaNetSlots
+from backend.engine.forms import GRID
 from backend.interface import BackendError, Step
-from backend.local import Loaded, LocalOptions
+from backend.loading import Loaded, LocalOptions, load
+from backend.ops.delta_replay import Records
 from backend.selftest import (
     PROMPTS,
     SLOTS,
@@ -58,7 +60,7 @@ def told(given: LocalOptions) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
     torch.set_num_threads(1)
-    return local.load(options(checkpoints.random_endless().directory))
+    return load(options(checkpoints.random_endless().directory))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,16 @@ def test_a_sound_checkpoint_passes_and_every_figure_is_shown() -> None:
     code, text = told(options(checkpoints.random_small().directory))
     assert code == 0, text
     assert text.rstrip().endswith("PASS")
-    for part in ("K = 0", "K = 3, mtp ", "K = 3, mtp pre-norm", "K = 3, known answers", "16/16", "surv_2", "tok/s"):
+    for part in (
+        "K = 0",
+        "K = 3, mtp ",
+        "K = 3, mtp pre-norm",
+        "K = 3, known answers",
+        "K = 3, 16 at once",
+        "16/16",
+        "surv_2",
+        "tok/s",
+    ):
         assert part in text
     assert "attention rows: bitwise equal, verify blocks: bitwise equal" in text
     assert "France" in text
@@ -107,17 +118,37 @@ def test_logits_that_are_not_numbers_fail_in_one_line(tmp_path: Path) -> None:
 
 
 def test_answers_that_depend_on_the_draft_length_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that lose precision while they wait for their commit: the mutant of the law tests."""
+    """Records that lose precision between one step and the next: a mutant of the law tests."""
+    records = DeltaNetSlots.records
 
-    def lossy(*rows: torch.Tensor) -> PendingRows:
-        return PendingRows(*(x.bfloat16().float() for x in rows))
+    def lossy(self: DeltaNetSlots, layer: int, batch: int) -> Records:
+        found = records(self, layer, batch)
+        found.u.copy_(found.u.bfloat16())
+        return found
 
-    monkeypatch.setattr(forms_module, "PendingRows", lossy)
+    monkeypatch.setattr(DeltaNetSlots, "records", lossy)
     code, text = told(options(checkpoints.random_endless().directory, dtype="float32"))
     assert code == 1
     assert "verify blocks are not bitwise equal" in text
     assert "K = 3, known answers: " in text
     assert "answers differ from K = 0" in text
+
+
+def test_answers_that_depend_on_company_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second sequence's records run into the first one's."""
+    records = DeltaNetSlots.records
+
+    def leaking(self: DeltaNetSlots, layer: int, batch: int) -> Records:
+        found = records(self, layer, batch)
+        if batch > 1:
+            found.u[0] += 0.01 * found.u[1]
+        return found
+
+    monkeypatch.setattr(DeltaNetSlots, "records", leaking)
+    code, text = told(options(checkpoints.random_endless().directory, dtype="float32"))
+    assert code == 1
+    (failure,) = [line for line in text.splitlines() if "FAIL" in line]
+    assert failure.startswith("FAIL K = 3, 16 at once: ")
 
 
 def test_known_answers_try_every_number_of_accepted_drafts(findings: Findings) -> None:
@@ -133,31 +164,35 @@ def test_half_of_the_answers_are_greedy_and_half_are_not(loaded: Loaded, monkeyp
         return real(**given)
 
     monkeypatch.setattr(selftest, "SamplingParams", noting)
-    measure(replace(loaded, speculation=replace(loaded.speculation, drafter=None)), Console(file=io.StringIO()), 2)
-    assert sorted(seen) == [0.0] * len(PROMPTS) + [1.0] * len(PROMPTS)
+    measure(replace(loaded, default=None), Console(file=io.StringIO()), 2)
+    assert seen == [0.0, 1.0] * (len(PROMPTS) // 2) * 3
 
 
 def test_the_pre_norm_drafter_gets_what_enters_the_final_norm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put through the final norm, all it was fed is what the MTP drafter was fed in its place."""
-    mtp = loaded.speculation.drafter
-    assert mtp is not None
-    observe, prefill = mtp.observe, mtp.prefill
+    mtp = loaded.default
+    assert isinstance(mtp, MTPDrafter)
+    observe, run_rows = mtp.observe, mtp._run
     fed: list[torch.Tensor] = []
 
     def noting_observe(state: Any, tokens: Any, hidden: torch.Tensor) -> None:
         fed.append(hidden)
         observe(state, tokens, hidden)
 
-    def noting_prefill(state: Any, tokens: Any, hidden: torch.Tensor, start: int, valid: int) -> None:
-        fed.append(hidden[:, :valid])
-        prefill(state, tokens, hidden, start, valid)
+    def noting_run(states: Any, tokens: Any, hidden: torch.Tensor, starts: Any, counts: Any) -> torch.Tensor:
+        fed.append(hidden[0, : counts[0]])
+        return run_rows(states, tokens, hidden, starts, counts)
 
     monkeypatch.setattr(mtp, "observe", noting_observe)
-    monkeypatch.setattr(mtp, "prefill", noting_prefill)
+    monkeypatch.setattr(mtp, "_run", noting_run)
     # Drafts that do not come from the hidden states, so that both see the same steps.
-    monkeypatch.setattr(mtp, "propose", lambda state, count, choose: [1] * count)
+    monkeypatch.setattr(
+        mtp, "propose", lambda states, counts, choose: Proposal(torch.ones(1, counts[0], dtype=torch.int64), counts)
+    )
+    monkeypatch.setattr(selftest, "PROMPTS", ("Hi", 20 * "A prompt of more than one chunk. "))
     measure(loaded, Console(file=io.StringIO()), 4)
-    norm = loaded.speculation.runner.model.model.norm
+    norm = loaded.runner.model.model.norm
+    assert max(map(len, fed)) == GRID
     with torch.inference_mode():
         for post, pre in zip(fed[: len(fed) // 2], fed[len(fed) // 2 :], strict=True):
             assert not torch.equal(post, pre)
@@ -169,12 +204,16 @@ def test_the_pre_norm_drafter_gets_what_enters_the_final_norm(loaded: Loaded, mo
 
 def decoding(name: str, accepted: int, proposed: int, tokens: tuple[int, ...] = (1, 2)) -> Decoding:
     steps = (Step(1, 1),) * accepted + (Step(1, 0),) * (proposed - accepted)
-    return Decoding(name, (Answer(tokens, (0.0,) * len(tokens), "", steps),), 1.0)
+    return Decoding(name, (Answer(tokens, (0.0,) * len(tokens), "", steps),), timed=1, seconds=1.0)
 
 
 def found(post: int, pre: int, of: int = 300) -> Findings:
     return Findings(
-        decoding("K = 0", 0, 0), decoding("post", post, of), decoding("pre", pre, of), decoding("known", 200, of)
+        plain=decoding("K = 0", 0, 0),
+        post_norm=decoding("post", post, of),
+        pre_norm=decoding("pre", pre, of),
+        rehearsed=decoding("known", 200, of),
+        together=decoding("at once", 200, of),
     )
 
 
@@ -211,7 +250,7 @@ def test_an_answer_with_other_tokens_is_named_with_its_decoding() -> None:
 def test_figures_are_those_of_the_design() -> None:
     steps = (Step(3, 3), Step(3, 1), Step(3, 0), Step(1, 1), Step(0, 0))
     answer = Answer(tuple(range(11)), (0.0,) * 11, "", steps)
-    figures = Decoding("x", (answer,), seconds=2.0)
+    figures = Decoding("x", (answer,), timed=10, seconds=2.0)
     assert figures.slots() == [(3, 4), (1, 3), (1, 3)]
     assert figures.acceptance_length == pytest.approx(1 + 5 / 5)
     assert figures.tokens_per_second == pytest.approx(5.0)
