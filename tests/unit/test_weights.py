@@ -18,7 +18,8 @@ from torch import Tensor
 
 import backend.models.weights as weights_module
 from backend.interface import BackendError
-from backend.local import LocalBackend, LocalOptions
+from backend.loading import LocalOptions
+from backend.local import LocalBackend
 from backend.models.hub import resolve_model
 from backend.models.qwen3_5 import Qwen35
 from backend.models.weights import LoadedModel, load_model
