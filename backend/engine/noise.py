@@ -8,20 +8,19 @@ counter. numpy on the host, whose functions do not care where in an array an ele
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Words = TypeVar("Words", Tensor, NDArray[np.int64])
-
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 GUMBEL_MAX = 22.9  # no 32-bit draw gives more: -log(-log1p(-2^-33)) = 22.87
 LANES = 4  # ids per counter
+_PIECE = 16384  # counters
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Stream:
 
 
 def philox4x32(
-    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words] | tuple[int, int]
-) -> tuple[Words, Words, Words, Words]:
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor] | tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds over int64 holding uint32 values, of shapes that broadcast; `key` is (low word, high word).
 
     The integers are the same everywhere.
@@ -55,14 +54,29 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & _MASK, (seed >> 32) & _MASK
 
 
-def host_words(stream: Stream, counters: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The uint32 draws of ids 4c, 4c + 1, 4c + 2, 4c + 3 for each counter c: int64 [n] → [n, 4]."""
-    one = np.ones(1, np.int64)
-    words = philox4x32((counters, one * stream.position, one * stream.choice, one * 0), split_seed(stream.seed))
-    return np.stack(words, axis=-1)
+def host_words(stream: Stream, counters: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The draws of ids 4c, 4c + 1, 4c + 2, 4c + 3 for each counter c: int64 [n] → uint32 [n, 4].
+
+    `philox4x32` in pieces that stay in a core's cache, and with half the masks: high halves that no product meets
+    may hold anything.
+    """
+    out = np.empty((len(counters), LANES), np.uint32)
+    half, mask, m0, m1 = (np.array([value], np.uint64) for value in (32, _MASK, _M0, _M1))
+    for start in range(0, len(counters), _PIECE):
+        c0 = counters[start : start + _PIECE].astype(np.uint64)
+        c1, c2, c3 = (np.array([value], np.uint64) for value in (stream.position, stream.choice, 0))
+        k0, k1 = (np.array([word], np.uint64) for word in split_seed(stream.seed))
+        for _ in range(10):
+            p0, p1 = c0 * m0, c2 * m1
+            c0, c1, c2, c3 = ((p1 >> half) ^ (c1 ^ k0)) & mask, p1, ((p0 >> half) ^ (c3 ^ k1)) & mask, p0
+            k0, k1 = (k0 + _W0) & mask, (k1 + _W1) & mask
+        piece = out[start : start + _PIECE]
+        for lane, word in enumerate((c0, c1, c2, c3)):
+            piece[:, lane] = word & mask
+    return out
 
 
-def host_gumbel(words: NDArray[np.int64]) -> NDArray[np.float32]:
+def host_gumbel(words: NDArray[np.uint32]) -> NDArray[np.float32]:
     """Noise of uint32 draws, any shape."""
     uniform = (words + 0.5) * 2.0**-32
     noise: NDArray[np.float32] = (-np.log(-np.log1p(-uniform))).astype(np.float32)

@@ -133,12 +133,13 @@ def kept_on_device(z: Tensor, params: SamplingParams, width: int | None) -> set[
 )
 def test_truncation_keeps_what_a_full_sort_keeps(z: Tensor, top_k: int, top_p: float, min_p: float) -> None:
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    expected = plain_decoder.kept(list(z.numpy()), params)
+    order = plain_decoder.kept(list(z.numpy()), params)
+    expected = sorted(order)
     kept = choose_on_host.truncate(z.numpy(), top_k, top_p, min_p).tolist()
     if kept != expected:  # sums of different precision may disagree about one token exactly at top_p
         assert top_p < 1
         assert abs(len(kept) - len(expected)) == 1
-        assert kept[: len(expected)] == expected[: len(kept)]
+        assert set(kept) >= set(order[: len(kept)])
     assert kept_on_device(z, params, None) == set(kept)
     if 0 < top_k < len(z):
         assert kept_on_device(z, params, top_k + 1) == set(kept)
@@ -154,7 +155,7 @@ def test_top_p_over_a_large_vocabulary_agrees_beyond_the_first_candidates(scale:
     expected = 1 + int((mass < top_p * mass[-1]).sum())
     kept = choose_on_host.truncate(z, 0, top_p, 0.0)
     assert abs(len(kept) - expected) <= 1
-    assert kept.tolist() == order[: len(kept)].tolist()
+    assert kept.tolist() == sorted(order[: len(kept)].tolist())
     assert (expected > 1024) == (scale < 1)
 
 
@@ -170,7 +171,7 @@ def test_top_k_keeps_exactly_k_among_ties_the_lowest_ids() -> None:
     z[4000] = 1.0
     z[1] = -0.0
     assert leading(z, 4).tolist() == [4000, 0, 1, 2]
-    assert choose_on_host.truncate(z.numpy(), 3, 1.0, 0.0).tolist() == [4000, 0, 1]
+    assert choose_on_host.truncate(z.numpy(), 3, 1.0, 0.0).tolist() == [0, 1, 4000]
     assert kept_on_device(z[:4001], SamplingParams(top_k=3), 32) == {4000, 0, 1}
 
 
