@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from backend.drafters.mtp import MTPDrafter, MTPState
-from backend.engine.cache import SequenceCache
-from backend.engine.forms import GRID, AttentionForm
+from backend.drafters.protocol import Proposal
+from backend.engine.forms import GRID, PagedRows
 from backend.engine.runner import Runner
 from backend.models.weights import load_model
 from tests import factory, reference
+from tests.by_hand import ByHand
 from tests.factory import Shape
 
 SHAPE = Shape(seed=7, vocab=200, std=0.12)
@@ -48,67 +49,75 @@ def runner(directory: Path) -> Runner:
 
 
 class Walk:
-    """A sequence driven by hand: `committed` tokens, the drafter's state, and the logits it saw per slot."""
+    """Sequences driven by hand: their committed tokens, and the logits that the drafter saw per slot."""
 
-    def __init__(self, runner: Runner, drafter: MTPDrafter, prompt: list[int]) -> None:
-        self.runner, self.drafter, self.tokens = runner, drafter, list(prompt)
-        self.cache: SequenceCache = runner.new_cache()
-        self.state: MTPState = drafter.new_state()
-        for start in range(0, len(prompt), GRID):
-            chunk = prompt[start : start + GRID]
-            ids, hidden = runner.prefill_chunk(self.cache, chunk, start)
-            drafter.prefill(self.state, ids, hidden, start, len(chunk))
-        self.hidden = hidden[:, len(chunk) - 1 : len(chunk)]
-        self.seen: list[Tensor] = []
-        self.positions: list[int] = []
+    def __init__(self, runner: Runner, drafter: MTPDrafter, prompts: list[list[int]]) -> None:
+        self.drafter, self.tokens = drafter, [list(prompt) for prompt in prompts]
+        self.hands = ByHand(runner, prompts, drafter)
+        self.seen: list[Tensor] = []  # [B, V] of each slot
 
     def commit(self, token: int) -> None:
-        """The first generated token, paired with the prompt's last hidden state."""
-        self.tokens.append(token)
-        self.drafter.observe(self.state, [token], self.hidden)
+        """Every sequence's first generated token, paired with its prompt's last hidden state."""
+        for tokens, state, last in zip(self.tokens, self.hands.states, self.hands.lasts, strict=True):
+            tokens.append(token)
+            self.drafter.observe(state, [token], last)
 
-    def propose(self, count: int) -> list[int]:
-        self.seen, self.positions = [], []
+    def propose(self, counts: list[int]) -> list[list[int]]:
+        self.seen = []
 
-        def choose(logits: Tensor, position: int) -> int:
+        def choose(logits: Tensor) -> Tensor:
             self.seen.append(logits.clone())
-            self.positions.append(position)
-            return int(logits.argmax())
+            return logits.argmax(-1)
 
-        return self.drafter.propose(self.state, count, choose)
+        proposal: Proposal = self.drafter.propose(self.hands.states, counts, choose)
+        assert list(proposal.counts) == counts
+        return [row[:count] for row, count in zip(proposal.tokens.tolist(), counts, strict=True)]
 
-    def verify(self, drafts: list[int], accepted: int, then: int) -> None:
-        """Accept the first `accepted` drafts, then the target's own token `then`."""
-        rows = self.runner.verify(self.cache, [self.tokens[-1], *drafts], len(self.tokens) - 1)
-        self.cache.accept(accepted + 1)
-        new = [*drafts[:accepted], then]
-        self.tokens += new
-        self.drafter.observe(self.state, new, rows.hidden[:, : len(new)])
+    def verify(self, drafts: list[list[int]], accepted: list[int], then: int) -> None:
+        """Accept the first drafts of each, then the target's own token `then`."""
+        given = zip(self.tokens, drafts, strict=True)
+        rows = self.hands.verify([[tokens[-1], *draft] for tokens, draft in given])
+        self.hands.keep([count + 1 for count in accepted])
+        for i, (draft, count) in enumerate(zip(drafts, accepted, strict=True)):
+            new = [*draft[:count], then]
+            self.tokens[i] += new
+            self.drafter.observe(self.hands.states[i], new, rows[i][1][: len(new)])
 
 
 SCHEDULE = ((3, 3), (8, 0), (1, 1), (5, 2), (2, 0), (8, 8), (4, 1))  # (K, accepted)
 
 
-def worst(runner: Runner, drafter: MTPDrafter, oracle: Oracle, prompt_length: int) -> float:
-    """The largest logit difference over a schedule of drafts, rejections and acceptances."""
-    generator = torch.Generator().manual_seed(prompt_length)
-    prompt = torch.randint(0, SHAPE.vocab, (prompt_length,), generator=generator).tolist()
+def worst(runner: Runner, drafter: MTPDrafter, oracle: Oracle, *prompt_lengths: int) -> float:
+    """The largest logit difference over a schedule of drafts, rejections and acceptances.
+
+    Each sequence of several is one entry of the schedule ahead of the one before it.
+    """
+    prompts = [
+        torch.randint(0, SHAPE.vocab, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        for length in prompt_lengths
+    ]
     largest = 0.0
     with torch.inference_mode():
-        walk = Walk(runner, drafter, prompt)
+        walk = Walk(runner, drafter, prompts)
         walk.commit(11)
-        for count, accepted in SCHEDULE:
-            drafts = walk.propose(count)
-            expected = oracle.slots(walk.tokens, drafts[:-1])
-            assert walk.positions == list(range(len(walk.tokens), len(walk.tokens) + count))
-            largest = max(largest, float((torch.stack(walk.seen) - expected).abs().max()))
-            walk.verify(drafts, accepted, then=(17 * len(walk.tokens)) % SHAPE.vocab)
+        for turn in range(len(SCHEDULE)):
+            now = [SCHEDULE[(turn + i) % len(SCHEDULE)] for i in range(len(prompts))]
+            drafts = walk.propose([count for count, _ in now])
+            for i, draft in enumerate(drafts):
+                seen = torch.stack([logits[i] for logits in walk.seen[: len(draft)]])
+                expected = oracle.slots(walk.tokens[i], draft[:-1])
+                largest = max(largest, float((seen - expected).abs().max()))
+            walk.verify(drafts, [accepted for _, accepted in now], then=(17 * len(walk.tokens[0])) % SHAPE.vocab)
     return largest
 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 63, 64, 65, 150])
 def test_draft_logits_equal_transformers_at_every_slot(runner: Runner, oracle: Oracle, prompt_length: int) -> None:
     assert worst(runner, MTPDrafter(runner.model, "x"), oracle, prompt_length) < TOLERANCE
+
+
+def test_draft_logits_equal_transformers_for_sequences_drafted_together(runner: Runner, oracle: Oracle) -> None:
+    assert worst(runner, MTPDrafter(runner.model, "x"), oracle, 2, 65, 10, 505) < TOLERANCE
 
 
 def test_a_pre_norm_hidden_state_is_seen(runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +130,10 @@ def test_a_pre_norm_hidden_state_is_seen(runner: Runner, oracle: Oracle, monkeyp
 
     def pre_norm_prefill(state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
         prefill(state, tokens, kept["pre"], start, valid)
-        first[:] = [kept["pre"][:, valid - 1 : valid]]
+        first[:] = [kept["pre"][0, valid - 1 : valid]]
 
     def pre_norm_observe(state: Any, tokens: list[int], hidden: Tensor) -> None:
-        observe(state, tokens, first.pop() if first else kept["pre"][:, : len(tokens)])
+        observe(state, tokens, first.pop() if first else kept["pre"][0, : len(tokens)])
 
     monkeypatch.setattr(drafter, "prefill", pre_norm_prefill)
     monkeypatch.setattr(drafter, "observe", pre_norm_observe)
@@ -134,14 +143,14 @@ def test_a_pre_norm_hidden_state_is_seen(runner: Runner, oracle: Oracle, monkeyp
 def test_a_position_off_by_one_between_prompt_and_draft_is_seen(
     runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = AttentionForm.__init__
+    original = PagedRows.__init__
 
-    def shifted(self: AttentionForm, caches: Any, start: int, rows: int, valid: int, first_key: int = 0) -> None:
-        original(self, caches, start, rows, valid, first_key)
-        if first_key and rows < GRID:
+    def shifted(self: PagedRows, *given: Any, first_key: int = 0) -> None:
+        original(self, *given, first_key=first_key)
+        if first_key and self.positions.shape[1] < GRID:
             self.positions = self.positions + 1
 
-    monkeypatch.setattr(AttentionForm, "__init__", shifted)
+    monkeypatch.setattr(PagedRows, "__init__", shifted)
     assert worst(runner, MTPDrafter(runner.model, "x"), oracle, 20) > 10 * TOLERANCE
 
 
@@ -159,20 +168,61 @@ def test_a_row_left_stale_after_verify_is_seen(runner: Runner, oracle: Oracle, m
 
     def last_only(state: MTPState, tokens: list[int], hidden: Tensor) -> None:
         state.position += len(tokens) - 1
-        observe(state, tokens[-1:], hidden[:, -1:])
+        observe(state, tokens[-1:], hidden[-1:])
 
     monkeypatch.setattr(drafter, "observe", last_only)
     assert worst(runner, drafter, oracle, 20) > 10 * TOLERANCE
+
+
+def test_a_chunk_that_forgets_the_hidden_state_before_it_is_seen(
+    runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = MTPDrafter(runner.model, "x")
+    monkeypatch.setattr(drafter, "_before", lambda state, start, count: torch.zeros(1, count, SHAPE.hidden))
+    assert worst(runner, drafter, oracle, 65) > 10 * TOLERANCE
+
+
+def test_a_sequence_drafted_on_anothers_pages_is_seen(
+    runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = MTPDrafter(runner.model, "x")
+    propose = drafter.propose
+
+    def crossed(states: list[MTPState], *rest: Any) -> Proposal:
+        pages = [state.pages for state in states]
+        for state, other in zip(states, [*pages[1:], pages[0]], strict=True):
+            state.pages = other
+        return propose(states, *rest)
+
+    monkeypatch.setattr(drafter, "propose", crossed)
+    assert worst(runner, drafter, oracle, 20, 30) > 10 * TOLERANCE
+
+
+def test_rows_found_in_the_prefix_cache_are_rebuilt_as_they_were(runner: Runner) -> None:
+    """From the prompt's hidden states alone, bit for bit."""
+    drafter = MTPDrafter(runner.model, "x")
+    prompt = torch.randint(0, SHAPE.vocab, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        hands = ByHand(runner, [prompt], drafter)
+        cache = hands.memory.block("x")
+        places = hands.memory.places(hands.places[0].pages, 1, 127)
+        before = cache.k[:, :, places].clone(), cache.v[:, :, places].clone()
+        cache.k.zero_()
+        cache.v.zero_()
+        drafter.resume(drafter.new_state(prompt, hands.places[0].pages), 128, known=False)
+    assert torch.equal(cache.k[:, :, places], before[0])
+    assert torch.equal(cache.v[:, :, places], before[1])
+    assert before[0].any()
 
 
 def test_rows_of_many_undrafted_steps_are_caught_up(runner: Runner, oracle: Oracle) -> None:
     """K = 0 for longer than the drafter keeps rows waiting, then drafting again: nothing is missing."""
     drafter = MTPDrafter(runner.model, "x")
     with torch.inference_mode():
-        walk = Walk(runner, drafter, [5, 6, 7])
+        walk = Walk(runner, drafter, [[5, 6, 7]])
         walk.commit(11)
         for step in range(80):
-            walk.verify([], 0, then=(31 * step) % SHAPE.vocab)
-        drafts = walk.propose(4)
-        expected = oracle.slots(walk.tokens, drafts[:-1])
-    assert (torch.stack(walk.seen) - expected).abs().max() < TOLERANCE
+            walk.verify([[]], [0], then=(31 * step) % SHAPE.vocab)
+        (drafts,) = walk.propose([4])
+        expected = oracle.slots(walk.tokens[0], drafts[:-1])
+    assert (torch.cat(walk.seen) - expected).abs().max() < TOLERANCE

@@ -13,6 +13,7 @@ from backend.engine.runner import Runner
 from backend.models.forms import CausalForm
 from backend.models.weights import load_model
 from tests import factory, reference
+from tests.by_hand import ByHand
 from tests.factory import Shape
 
 SHAPES = {
@@ -58,7 +59,7 @@ def test_training_form_logits_equal_transformers(pair: Pair) -> None:
 @pytest.mark.parametrize("length", PROMPT_LENGTHS)
 def test_prefill_and_verify_logits_equal_transformers(pair: Pair, length: int) -> None:
     prompt, answer = tokens(length, seed=length), tokens(208, seed=length + 1)
-    got = torch.cat([rows.logits for rows in pair.runner.force(prompt, answer, (1, 3, 9))])
+    got = torch.cat([logits for logits, _ in pair.runner.force(prompt, answer, (1, 3, 9))])
     expected = reference.logits(pair.oracle, prompt + answer)[length - 1 :]
     assert got.shape == expected.shape
     assert (got - expected).abs().max() < 1e-4
@@ -80,13 +81,12 @@ def test_greedy_continuations_equal_transformers(pair: Pair, length: int) -> Non
 
 
 def greedy(runner: Runner, prompt: list[int], count: int) -> list[int]:
-    cache = runner.new_cache()
-    (last,) = runner.force(prompt, [], 1, cache)
-    out = [int(last.logits[-1].argmax())]
+    sequence = ByHand(runner, [prompt])
+    out = [int(runner.model.logits(sequence.lasts[0])[0].argmax())]
     while len(out) < count:
-        rows = runner.verify(cache, out[-1:], len(prompt) + len(out) - 1)
-        cache.accept(1)
-        out.append(int(rows.logits[0].argmax()))
+        ((logits, _),) = sequence.verify([out[-1:]])
+        sequence.keep([1])
+        out.append(int(logits[0].argmax()))
     return out
 
 
