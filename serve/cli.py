@@ -20,7 +20,7 @@ from serve.settings import Settings, SettingsError, flag, load, variable
 
 if TYPE_CHECKING:
     from backend.interface import ChatBackend
-    from backend.local import LocalOptions
+    from backend.loading import LocalOptions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -116,7 +116,7 @@ def make_backend(settings: Settings) -> ChatBackend:
 
 
 def _local_options(settings: Settings) -> LocalOptions:
-    from backend.local import LocalOptions, default_model
+    from backend.loading import LocalOptions, default_model
 
     return LocalOptions(
         model=settings.model or default_model(settings.device),
