@@ -128,10 +128,7 @@ def choose_among_leading(logits: Tensor, rows: RowParams, width: int) -> Tensor:
     """Where top_k ≤ width: logits float32 [M, V] → int64 [M]."""
     vocab = logits.shape[-1]
     z = logits / rows.temperature
-    # One integer holds value and id, so that no two are equal and topk breaks no tie by chance.
-    backwards = _LOW - torch.arange(vocab, device=z.device)
-    best = ((_ordered(z) << 32) | backwards).topk(min(width, vocab)).values  # [M, W], descending
-    ids = _LOW - (best & _LOW)
+    ids = leading(z, min(width, vocab))  # [M, W]
     z = z.gather(-1, ids)
     keep = (torch.arange(ids.shape[-1], device=z.device) < rows.top_k) & (z >= z[:, :1] + rows.floor)
     weight = _weights(z, z[:, :1]).where(keep, 0)
@@ -154,6 +151,14 @@ def choose_among_all(logits: Tensor, rows: RowParams, cuts: bool) -> Tensor:
         keep &= _prefix(order, weight, _share(rows.top_p, weight)) | (rows.top_p >= 1)
     noise = device_vocabulary_noise(rows, z.shape[-1])
     return (z + noise).where(keep, -torch.inf).argmax(-1)
+
+
+def leading(z: Tensor, count: int) -> Tensor:
+    """The first `count` ids in the order (z descending, id ascending): float32 [..., V] → int64 [..., count]."""
+    # One integer holds value and id, so that no two are equal and topk breaks no tie by chance.
+    backwards = _LOW - torch.arange(z.shape[-1], device=z.device)
+    best = ((_ordered(z) << 32) | backwards).topk(count).values
+    return _LOW - (best & _LOW)
 
 
 def _width(params: SamplingParams, vocab: int) -> int | None:

@@ -14,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.engine import choose_on_host
-from backend.engine.choose_on_device import DeviceChooser
+from backend.engine import choose_on_device, choose_on_host
 from backend.engine.parameters import SamplingParams
 from backend.engine.processors import Processors
 
-__all__ = ["Matcher", "Sampler", "SamplerBatch", "SamplingParams", "leading", "token_logprobs"]
+__all__ = ["Matcher", "Sampler", "SamplerBatch", "SamplingParams", "leading"]
 
 
 class Matcher(Protocol):
@@ -131,7 +130,7 @@ class SamplerBatch:
         self._samplers = samplers
         self._positions = positions
         self._drafted: list[Tensor] = []
-        self._chooser: DeviceChooser | None = None
+        self._chooser: choose_on_device.DeviceChooser | None = None
 
     def draft(self, logits: Tensor) -> Tensor:
         """The next draft of every sequence, after those already drafted here: float32 [B, ≥ V] → int64 [B]."""
@@ -184,7 +183,7 @@ class SamplerBatch:
         first = drafts.shape[1] - rows + 1
         if self._chooser is None:
             params = [sampler.params for sampler in self._samplers]
-            self._chooser = DeviceChooser(params, self._positions, logits.shape[-1], device)
+            self._chooser = choose_on_device.DeviceChooser(params, self._positions, logits.shape[-1], device)
         if not all(sampler.plain for sampler in self._samplers):
             logits = logits.clone()
         for index, sampler in enumerate(self._samplers):
@@ -230,13 +229,7 @@ class _Tentative:
 
 
 def leading(logits: Tensor, count: int) -> Tensor:
-    """The first `count` ids in the order (logit descending, id ascending): float32 [V] → int64 [count], on the host."""
-    return torch.from_numpy(choose_on_host.leading(logits.cpu().numpy(), count))
-
-
-def token_logprobs(logits: Tensor, token: int, alternatives: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Log-softmax of the raw logits [V]: that of `token`, and the leading `alternatives` as (id, logprob)."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    best = leading(logits, min(alternatives, len(logits))) if alternatives else logits.new_empty(0, dtype=torch.int64)
-    pairs = tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
-    return float(logprobs[token]), pairs
+    """The first `count` ids in the order (logit descending, id ascending): float32 [V] → int64 [count]."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(choose_on_host.leading(logits.numpy(), count))
+    return choose_on_device.leading(logits, count)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backend.engine import choose_on_device, choose_on_host
 from backend.engine.noise import GUMBEL_MAX, Stream, host_gumbel, host_noise, philox4x32
-from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams, leading, token_logprobs
+from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams, leading
 from tests import plain_decoder
 
 Choose = Callable[[Tensor, SamplingParams, range], list[int]]
@@ -163,7 +163,9 @@ def test_top_p_over_a_large_vocabulary_agrees_beyond_the_first_candidates(scale:
 def test_the_leading_ids_are_those_of_a_full_sort(count: int) -> None:
     for scale in (0.0, 1.0, 30.0):
         z = (torch.randn(40_000, generator=torch.Generator().manual_seed(count)) * scale).half().float()
-        assert leading(z, count).tolist() == np.argsort(-z.numpy(), kind="stable")[:count].tolist()
+        expected = np.argsort(-z.numpy(), kind="stable")[:count].tolist()
+        assert leading(z, count).tolist() == expected
+        assert choose_on_device.leading(z[None], count)[0].tolist() == expected
 
 
 def test_top_k_keeps_exactly_k_among_ties_the_lowest_ids() -> None:
@@ -359,12 +361,3 @@ def test_positions_seeds_and_choices_are_independent() -> None:
         assert abs(agreement - 1 / tokens) < 5 * math.sqrt(1 / tokens * (1 - 1 / tokens) / count)
         pairs = np.bincount(base * tokens + other, minlength=tokens**2).astype(np.float64)
         assert fits(np.full(tokens**2, 1 / tokens**2), pairs)
-
-
-def test_logprobs_are_the_log_softmax_of_the_raw_row() -> None:
-    z = torch.randn(500, generator=torch.Generator().manual_seed(3)) * 4
-    expected = torch.log_softmax(z.double(), 0)
-    logprob, alternatives = token_logprobs(z, 123, 5)
-    assert logprob == pytest.approx(float(expected[123]), abs=1e-5)
-    assert [i for i, _ in alternatives] == expected.topk(5).indices.tolist()
-    assert [value for _, value in alternatives] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
