@@ -1,4 +1,6 @@
-"""transformers' Qwen3.5 and its MTP block as independent oracles, loaded from a checkpoint directory of ours."""
+"""Independent oracles: transformers' Qwen3.5 and its MTP block, loaded from a checkpoint directory of ours, and the
+gated delta rule as its paper writes it.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +67,16 @@ def draft_logits(main: Any, block: Any, tokens: list[int], drafts: list[int]) ->
             ids = [*ids, draft]
             previous = torch.cat((previous, y[:, -1:]), dim=1)
     return torch.stack(out)
+
+
+def recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k [B, T, H, dk]; v [B, T, H, dv]; g, beta [B, T, H]; state [B, H, dk, dv] → o [B, T, H, dv], new state."""
+    S, outputs = state, []
+    for t in range(q.shape[1]):
+        S = g[:, t, :, None, None].exp() * S
+        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outputs, dim=1), S

@@ -1,9 +1,9 @@
-"""The gated delta rule (Yang et al., arXiv 2412.06464) in its two forms; all arithmetic in float32.
+"""The gated delta rule (Yang et al., arXiv 2412.06464) by chunks: the prefill and training form; all in float32.
 
 Per value head with state S [dk, dv], token by token:
     S ← e^g S;   u = beta (v - Sᵀ k);   S ← S + k uᵀ;   o = Sᵀ q
-`recurrent` is that loop (the verify form); `chunked` is the same function with the tokens of a chunk solved together
-(the prefill and training form). They agree to rounding, not bitwise.
+Here the tokens of a chunk are solved together; `delta_replay` computes the same for generated tokens (the verify form).
+The forms agree to rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -11,33 +11,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from backend.ops.elementwise import exp
-
-
-def recurrent_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q, k [B, T, H, dk]; v [B, T, H, dv]; g, beta [B, T, H]; state [B, H, dk, dv] → o [B, T, H, dv], new state.
-
-    Row t is computed by operations whose shapes do not depend on T, so it is bitwise the same in any block.
-    `state` is not modified. Zero rows (k = v = g = beta = 0) leave the state as it is.
-    """
-    B, T, H, dk = k.shape
-    dv = v.shape[-1]
-    S = state.reshape(B * H, dk, dv)
-    decay = exp(g)
-    outputs = []
-    for t in range(T):
-        qt = q[:, t].reshape(B * H, 1, dk)
-        kt = k[:, t].reshape(B * H, 1, dk)
-        vt = v[:, t].reshape(B * H, 1, dv)
-        S = S * decay[:, t].reshape(B * H, 1, 1)
-        u = beta[:, t].reshape(B * H, 1, 1) * (vt - torch.bmm(kt, S))  # [BH, 1, dv]
-        S = S + kt.transpose(1, 2) * u
-        outputs.append(torch.bmm(qt, S))  # [BH, 1, dv]
-    o = torch.cat(outputs, dim=1) if outputs else v.new_zeros(B * H, 0, dv)
-    return o.reshape(B, H, T, dv).transpose(1, 2), S.reshape(B, H, dk, dv)
 
 
 def unit_lower_inverse(a: Tensor) -> Tensor:
@@ -69,8 +42,9 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Shapes as `recurrent_delta_rule`; T is zero-padded to whole chunks inside; `chunk` is a power of two.
+    """q, k [B, T, H, dk]; v [B, T, H, dv]; g, beta [B, T, H]; state [B, H, dk, dv] → o [B, T, H, dv], new state.
 
+    T is zero-padded to whole chunks inside, which leaves the state as it is; `chunk` is a power of two.
     Chunk borders are counted from the first row given, so callers that need an absolute grid start on it.
     """
     B, T = k.shape[:2]
