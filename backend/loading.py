@@ -166,7 +166,7 @@ def _drafter(name: str, model: Qwen35, block: str, tokenizer: ChatTokenizer) -> 
 def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory, int]:
     """The sequences' memory, and the bytes that snapshots of recurrent states may take.
 
-    No more than the longest sequences could use together is taken, twice over for what the prefix cache keeps of others.
+    No more than the longest sequences could use together is taken, twice over for what the prefix cache keeps.
     """
     config, slots = runner.model.config, options.max_num_seqs
     longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
@@ -179,8 +179,8 @@ def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory,
     if pages < 1:
         given = "free memory" if options.kv_memory is None else "--kv-memory"
         raise BackendError(
-            f"{budget / GIB:.2f} GiB of {given} do not hold {slots} recurrent states of {state / GIB:.3f} GiB and one page "
-            f"of {PAGE} tokens ({page / GIB:.3f} GiB): fewer --max-num-seqs or more --kv-memory are needed"
+            f"{budget / GIB:.2f} GiB of {given} do not hold {slots} recurrent states of {state / GIB:.3f} GiB and a "
+            f"page of {PAGE} tokens ({page / GIB:.3f} GiB): fewer --max-num-seqs or more --kv-memory are needed"
         )
     return Memory(config, pages, slots, runner.device, runner.dtype), snapshots
 

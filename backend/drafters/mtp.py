@@ -34,7 +34,7 @@ class MTPState:
 
 
 class MTPDrafter:
-    """See `backend.drafters.protocol.Drafter`. `head`: hidden [B, H] → logits float32 [B, V]; unset, the model's own."""
+    """See `backend.drafters.protocol.Drafter`. `head`: hidden [B, H] → logits float32 [B, V], else the model's own."""
 
     def __init__(
         self,

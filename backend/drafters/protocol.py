@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from backend.engine.memory import Memory
 
 Choose = Callable[[Tensor], Tensor]
-"""logits float32 [B, V] of the next slot → draft tokens int64 [B]: the sequences' own samplers, so that draft and target
-share their noise."""
+"""logits float32 [B, V] of the next slot → draft tokens int64 [B]: by the sequences' own samplers, so that draft and
+target share their noise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """State of a sequence that has no rows yet; `pages` is its own list, which grows."""
 
     def resume(self, state: Any, boundary: int, known: bool) -> None:
-        """Prompt rows before `boundary` were found in the prefix cache; `known`: with this block's rows in the pages."""
+        """Prompt rows before `boundary` were found in the prefix cache; `known`: with this block's rows."""
 
     def prefill(self, state: Any, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
         """A prompt chunk: tokens int64 [1, R] at start …, their hidden states [1, R, H].

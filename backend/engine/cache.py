@@ -40,7 +40,7 @@ class KeyValuePages:
     def read(self, layer: int, pages: Tensor | slice, batch: int) -> tuple[Tensor, Tensor]:
         """All positions of the given pages: keys and values [batch, Hkv, pages of one · PAGE, D].
 
-        `pages`: int64 [batch · n], or for one sequence on neighbouring pages a slice of positions, which costs nothing.
+        `pages`: int64 [batch · n], or for one sequence on neighbouring pages a slice of positions, which is free.
         """
         at = self.index[layer]
         return self._of(self.k[at], pages, batch), self._of(self.v[at], pages, batch)
@@ -69,7 +69,7 @@ class KeyValuePages:
 
 @dataclass
 class PromptState:
-    """Recurrent state after some prompt rows: S [L, H, dk, dv] float32, and the last convolution inputs [L, W - 1, C]."""
+    """Recurrent state after some prompt rows: S [L, H, dk, dv] float32, the last convolution inputs [L, W - 1, C]."""
 
     S: Tensor
     columns: Tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,24 +51,23 @@ class PagedRows:
         dtype: torch.dtype,
         first_key: int = 0,
     ) -> None:
-        positions = np.asarray(starts, np.int64)[:, None] + np.arange(rows)  # [B, R]
-        table = np.zeros((len(tables), pages_for(int(positions.max()) + 1)), np.int64)
-        for i, pages in enumerate(tables):
-            held = pages[: table.shape[1]]
-            table[i, : len(held)] = held
-        places = np.take_along_axis(table, positions // PAGE, axis=1) * PAGE + positions % PAGE
-        self.positions = torch.from_numpy(positions).to(device)
-        self.places = torch.from_numpy(places.reshape(-1)).to(device)
+        first = torch.tensor(starts)[:, None]  # [B, 1]
+        positions = first + torch.arange(rows)  # [B, R]
+        width = pages_for(max(starts) + rows)
+        table = torch.tensor([[*pages[:width], *[0] * (width - len(pages))] for pages in tables])
+        places = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
+        self.positions = positions.to(device)
+        self.places = places.view(-1).to(device)
         needed = [pages_for(start + count) for start, count in zip(starts, counts, strict=True)]
         groups = config.num_attention_heads // config.num_key_value_heads
         self.reaches: list[_Reach] = []
         for length in sorted(set(needed)):
             members = [i for i, n in enumerate(needed) if n == length]
-            everyone = len(members) == len(needed)
-            owners = None if everyone else torch.tensor(members, device=device)
+            owners = None if len(members) == len(needed) else torch.tensor(members, device=device)
             at = self.positions if owners is None else self.positions[owners]
             mask = visibility(at, length * PAGE, groups, dtype, first_key)
-            self.reaches.append(_Reach(owners, len(members), _pages(table[members, :length], device), mask))
+            pages = _pages([list(tables[i][:length]) for i in members], device)
+            self.reaches.append(_Reach(owners, len(members), pages, mask))
 
     def attend(self, cache: KeyValuePages, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, R, Hq, D], k and v [B, R, Hkv, D] → [B, R, Hq, D], after keeping k and v."""
@@ -85,11 +83,11 @@ class PagedRows:
         return out
 
 
-def _pages(table: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> Tensor | slice:
-    if len(table) == 1 and (np.diff(table[0]) == 1).all():
-        first = int(table[0, 0])
-        return slice(first * PAGE, (first + table.shape[1]) * PAGE)
-    return torch.from_numpy(table.reshape(-1)).to(device)
+def _pages(tables: list[list[int]], device: torch.device) -> Tensor | slice:
+    first, length = tables[0][0], len(tables[0])
+    if len(tables) == 1 and tables[0] == list(range(first, first + length)):
+        return slice(first * PAGE, (first + length) * PAGE)
+    return torch.tensor(tables, device=device).view(-1)
 
 
 class AttentionForm:
@@ -102,7 +100,7 @@ class AttentionForm:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._rows.attend(self._cache, layer, q, k, v)
 
-    def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, layer: int, columns: Tensor, taps: Tensor) -> Tensor:
         raise TypeError("an attention-only form has no convolution")
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -132,11 +130,11 @@ class PrefillForm:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._rows.attend(self._cache, layer, q, k, v)
 
-    def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, layer: int, columns: Tensor, taps: Tensor) -> Tensor:
         history = self._state.columns[self._index[layer]]  # [W - 1, C]
         window = torch.cat((history[None], columns), dim=1)  # [1, W - 1 + GRID, C]
         history.copy_(window[0, self._valid : self._valid + len(history)])
-        return causal_conv_silu(window, weight)
+        return causal_conv_silu(window, taps)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         for x in (q, k, v, g, beta):
@@ -176,19 +174,19 @@ class VerifyForm:
             if further is not None:
                 self._ahead.append((slot, further, slots.next_base(slot)))
         self._window = Window.at(first, rows, slots.heads, device)
-        index = np.asarray(first, np.int64)[:, None] + np.arange(-slots.history, rows)  # [B, W - 1 + R]
-        ring = np.arange(len(first))[:, None] * COLUMN_RING + index % COLUMN_RING
-        self._taps = torch.from_numpy(ring.reshape(-1)).to(device)
-        self._columns = torch.from_numpy(ring[:, slots.history :].reshape(-1)).to(device)
+        index = torch.tensor(first)[:, None] + torch.arange(-slots.history, rows)  # [B, W - 1 + R]
+        ring = torch.arange(len(first))[:, None] * COLUMN_RING + index % COLUMN_RING
+        self._taps = ring.view(-1).to(device)
+        self._columns = ring[:, slots.history :].reshape(-1).to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._rows.attend(self._cache, layer, q, k, v)
 
-    def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, layer: int, columns: Tensor, taps: Tensor) -> Tensor:
         channels = columns.shape[-1]
         ring = self._slots.columns[self._slots.index[layer]].view(-1, channels)
         ring.index_copy_(0, self._columns, columns.reshape(-1, channels))
-        return causal_conv_silu(ring.index_select(0, self._taps).view(self._batch, -1, channels), weight)
+        return causal_conv_silu(ring.index_select(0, self._taps).view(self._batch, -1, channels), taps)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         at = self._slots.index[layer]

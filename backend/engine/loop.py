@@ -11,7 +11,7 @@ from backend.engine.speculation import Speculation, fail
 
 
 class Loop:
-    """Call under `torch.inference_mode()`. Sequences leave the scheduler through `leave`, by whoever hears their end."""
+    """Call under `torch.inference_mode()`. A sequence that has ended leaves the scheduler in the same turn."""
 
     def __init__(self, speculation: Speculation, scheduler: Scheduler) -> None:
         self.speculation, self.scheduler = speculation, scheduler

@@ -28,7 +28,7 @@ class Memory:
         self._blocks: dict[str, KeyValuePages] = {}
 
     def block(self, fingerprint: str) -> KeyValuePages:
-        """Keys and values of a drafter's block (one attention layer, 0), shared by all drafters that have that block."""
+        """Keys and values of a drafter's block (one attention layer, 0), shared by all that have that block."""
         if fingerprint not in self._blocks:
             self._blocks[fingerprint] = self._pool([0])
         return self._blocks[fingerprint]

@@ -22,7 +22,7 @@ EVERY = 1024  # positions between the snapshots of a long prompt
 
 @dataclass
 class Snapshot:
-    """Prompt rows [0, boundary): shared pages, the state after them, and whose drafter blocks have rows in the pages."""
+    """Prompt rows [0, boundary): shared pages, the state after them, which drafter blocks have rows in the pages."""
 
     boundary: int
     pages: list[int]
@@ -84,7 +84,7 @@ class PrefixCache:
         self.hits += found
 
     def wanted(self, prompt: int, turn: int, boundary: int) -> bool:
-        """Is a snapshot at this boundary worth keeping, for a prompt of this length whose last user turn begins there?"""
+        """Is a snapshot at this boundary worth keeping? For a prompt so long whose last user turn begins at `turn`."""
         return boundary % EVERY == 0 or boundary in (_last_boundary(prompt), turn // GRID * GRID)
 
     def keep(self, prompt: Sequence[int], salt: str, boundary: int, place: Place, blocks: set[str]) -> None:

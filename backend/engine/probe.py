@@ -6,12 +6,11 @@ holds only for some row counts, projections are padded to those; where it never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backend.engine.forms import GRID
@@ -19,10 +18,11 @@ from backend.engine.runner import Runner
 from backend.models.layers import Joined, Linear, products
 from backend.ops.attention import KEY_BLOCK, cached_attention, visibility
 from backend.ops.delta_replay import MAX_ROWS
-from backend.ops.linear import RowTile
+from backend.ops.linear import RowTile, linear, pack
 
 _MULTIPLES = (1, 2, 4, 8, 16)
 _MOST_ROWS = 192  # sixteen sequences of nine rows, and some
+_LARGE = 2**26  # elements of a weight for which fewer row counts are tried
 _CUDA_TILE = RowTile(rows=64, fixed=True)
 _PROMPT = (1, 2, 3, 5, 8)
 _TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8)
@@ -58,49 +58,57 @@ def probe(runner: Runner) -> ProbeReport:
     for product in products(runner.model):
         shape = shape_of(product)
         if shape not in tiles:
-            tiles[shape] = find_tile(product.weight)
+            tiles[shape] = find_tile(product)
         product.tile = tiles[shape]
     return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
 
 
-def shape_of(linear: Linear | Joined) -> str:
-    """What distinguishes projections to a kernel, as the report names it."""
-    outputs, inputs = linear.weight.shape
-    return f"{inputs} x {outputs} {str(linear.weight.dtype).removeprefix('torch.')}"
+def shape_of(product: Linear | Joined) -> str:
+    """What distinguishes products to a kernel, as the report names it."""
+    dtype = str(product.weight.dtype).removeprefix("torch.")
+    return f"{product.inputs} x {product.outputs} {dtype}{'' if product.packed is None else ' packed'}"
 
 
-def find_tile(weight: Tensor) -> RowTile:
-    """The cheapest RowTile under which rows of `x @ weight.T` are invariant; CUDA always takes fixed tiles."""
-    if weight.device.type == "cuda":
+def find_tile(product: Linear | Joined) -> RowTile:
+    """The cheapest RowTile under which rows of the product are invariant; CUDA always takes fixed tiles."""
+    device, dtype = product.weight.device, product.weight.dtype
+    if device.type == "cuda":
         return _CUDA_TILE
-    x, weight = _cancelling(weight)
-    reference = F.linear(x, weight)
+    x, weight = _cancelling(product.inputs, product.outputs, dtype)
+    packed = product.packed is not None
+    if packed:
+        weight = pack(weight)
+
+    def compute(rows: Tensor) -> Tensor:
+        return linear(rows, weight, RowTile(1), packed)
+
+    reference = compute(x)
+    many = range(16, _MOST_ROWS + 1, 16) if weight.numel() < _LARGE else (48, 144)
     for rows in _MULTIPLES:
-        counts = sorted({*range(rows, 16 * rows, rows), *range(16, _MOST_ROWS + 1, 16)})
-        if all(_rows_agree(x, weight, reference, count) for count in counts):
+        few = range(rows, 16 * rows, rows) if weight.numel() < _LARGE else (rows, 2 * rows, 3 * rows, 9 * rows)
+        if all(_rows_agree(compute, x, reference, count) for count in sorted({*few, *many})):
             return RowTile(rows)
     return RowTile(1, fixed=True)
 
 
-def _cancelling(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _cancelling(inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [192, in] and a weight of the given shape and dtype whose exact products are all zero.
 
     What a kernel then returns is the rounding of its own summation order, in full: with ordinary data a bfloat16
     result hides a different order in all but a few outputs in a million.
     """
-    outputs, inputs = weight.shape
     generator = torch.Generator().manual_seed(0)
     half = inputs // 2
     order = torch.randperm(half, generator=generator)
-    x = torch.randn(_MOST_ROWS, half, generator=generator).to(weight.dtype)
-    w = torch.randn(outputs, half, generator=generator).to(weight.dtype)
+    x = torch.randn(_MOST_ROWS, half, generator=generator).to(dtype)
+    w = torch.randn(outputs, half, generator=generator).to(dtype)
     odd = x.new_zeros(_MOST_ROWS, inputs % 2), w.new_zeros(outputs, inputs % 2)
     return torch.cat((x, x[:, order], odd[0]), dim=1), torch.cat((w, -w[:, order], odd[1]), dim=1)
 
 
-def _rows_agree(x: Tensor, weight: Tensor, reference: Tensor, count: int) -> bool:
+def _rows_agree(compute: Callable[[Tensor], Tensor], x: Tensor, reference: Tensor, count: int) -> bool:
     """The first and the last `count` rows alone give what they gave among all: neither count nor place matters."""
-    first, last = F.linear(x[:count], weight), F.linear(x[-count:], weight)
+    first, last = compute(x[:count]), compute(x[-count:])
     return torch.equal(first, reference[:count]) and torch.equal(last, reference[-count:])
 
 

@@ -19,7 +19,7 @@ class Runner:
     """Owns the weights, no sequence. Call under `torch.inference_mode()`."""
 
     def __init__(self, model: Qwen35) -> None:
-        prepare(model)
+        prepare(model, keep=[model.lm_head])
         self.model = model
         weight = model.model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype

@@ -141,7 +141,8 @@ class Scheduler:
         if place.slot is not None:
             last = self.decoding.pop()
             if last is not sequence:
-                assert last.place is not None and last.place.slot is not None
+                assert last.place is not None
+                assert last.place.slot is not None
                 self.memory.slots.move(last.place.slot, place.slot)
                 last.place.slot = place.slot
                 self.decoding[place.slot] = last

@@ -45,7 +45,7 @@ class Speculation:
         self.draft_tokens = 0  # K of the last step
 
     def prefill(self, sequence: Running, rows: int) -> None:
-        """Run the next `rows` prompt tokens, one chunk of the grid; the last one also emits the first generated token."""
+        """Run the next `rows` prompt tokens, one chunk of the grid; the last also emits the first generated token."""
         assert sequence.place is not None
         start = sequence.prefilled
         chunk = sequence.prompt[start : start + rows]

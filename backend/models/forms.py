@@ -25,8 +25,8 @@ class Form(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T, Hq, D], k and v [B, T, Hkv, D], rotated → [B, T, Hq, D]."""
 
-    def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        """Raw qkv columns [B, T, C], weight [C, 1, W] → SiLU of the causal convolution [B, T, C]."""
+    def convolve(self, layer: int, columns: Tensor, taps: Tensor) -> Tensor:
+        """Raw qkv columns [B, T, C], taps float32 [W, C] → SiLU of the causal convolution [B, T, C]."""
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """q, k [B, T, H, dk], v [B, T, H, dv], g and beta [B, T, H], all float32 → [B, T, H, dv]."""
@@ -42,8 +42,8 @@ class CausalForm:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v)
 
-    def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        return causal_conv_silu(F.pad(columns, (0, 0, weight.shape[-1] - 1, 0)), weight)
+    def convolve(self, layer: int, columns: Tensor, taps: Tensor) -> Tensor:
+        return causal_conv_silu(F.pad(columns, (0, 0, len(taps) - 1, 0)), taps)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])

@@ -5,17 +5,20 @@ Formulas: transformers' `models/qwen3_5`, arXiv 2412.06464 (gated DeltaNet). Kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backend.models.config import ModelConfig
 from backend.models.forms import Form
 from backend.ops.elementwise import exp, sigmoid, silu, softplus
-from backend.ops.linear import RowTile, linear
+from backend.ops.linear import RowTile, can_pack, linear, pack
 from backend.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from backend.ops.rope import Rotary, rotate
+
+VECTOR = 32  # elements of a float32 vector loop: see `ops/elementwise`
 
 
 class Linear(nn.Module):
@@ -24,27 +27,53 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.inputs, self.outputs = inputs, outputs
         self.tile = RowTile()
+        self.packed: Tensor | None = None
         self.joined = False  # part of a Joined, which computes in its place
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.tile)
+        return _product(x, self.weight, self.packed, self.tile)
+
+    def pack(self, keep: bool) -> None:
+        """Compute by a packed copy from now on; without `keep` the weight itself is let go."""
+        if can_pack(self.weight):
+            self.packed = pack(self.weight.detach())
+            if not keep:
+                self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+
+def _product(x: Tensor, weight: Tensor, packed: Tensor | None, tile: RowTile) -> Tensor:
+    return linear(x, weight, tile) if packed is None else linear(x, packed, tile, packed=True)
 
 
 class Joined(nn.Module):
-    """Linears of one input as one product, for decoding; their parameters become views of its weight."""
+    """Linears of one input as one product, for decoding. Their own weights are views of its, or gone once it is packed.
 
-    def __init__(self, *linears: Linear) -> None:
+    Each part's outputs are padded to a multiple of `align`, by rows of zeros that `forward` cuts off where it is not
+    asked for them.
+    """
+
+    def __init__(self, *linears: Linear, align: int = 1) -> None:
         super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", torch.cat([one.weight.detach() for one in linears]), persistent=False)
-        self.sizes = [one.weight.shape[0] for one in linears]
+        self.sizes = [one.outputs + -one.outputs % align for one in linears]
+        parts = [
+            F.pad(one.weight.detach(), (0, 0, 0, size - one.outputs))
+            for one, size in zip(linears, self.sizes, strict=True)
+        ]
+        weight = torch.cat(parts)
+        self.inputs, self.outputs = linears[0].inputs, len(weight)
         self.tile = RowTile()
-        for one, part in zip(linears, self.weight.split(self.sizes), strict=True):
-            one.weight.data, one.joined = part, True
+        self.packed = pack(weight) if can_pack(weight) else None
+        self.weight: Tensor
+        self.register_buffer("weight", weight if self.packed is None else weight[:0].clone(), persistent=False)
+        for one, part in zip(linears, weight.split(self.sizes), strict=True):
+            kept = part[: one.outputs] if self.packed is None else part[:0].clone()
+            one.weight, one.joined = nn.Parameter(kept, requires_grad=False), True
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = linear(x, self.weight, self.tile).split(self.sizes, dim=-1)
+        out = _product(x, self.weight, self.packed, self.tile)
+        parts: tuple[Tensor, ...] = out.split(self.sizes, dim=-1)
         return parts
 
 
@@ -55,13 +84,18 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
         self.eps = eps
-        self.scale: Tensor | None = None  # float32, where the weight will not change any more
+        self.constant: Tensor | None = None  # the scale, where the weight will not change any more
+
+    @property
+    def scale(self) -> Tensor:
+        """float32 [size]."""
+        return 1.0 + self.weight.float() if self.constant is None else self.constant
 
     def prepare(self) -> None:
-        self.scale = 1.0 + self.weight.detach().float()
+        self.constant = self.scale.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, 1.0 + self.weight.float() if self.scale is None else self.scale, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
 
 class GatedNorm(nn.Module):
@@ -72,8 +106,11 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    def prepare(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach().float(), requires_grad=False)
+
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_rms_norm(x, gate, self.weight, self.eps)
+        return gated_rms_norm(x, gate, self.weight.float(), self.eps)
 
 
 class MLP(nn.Module):
@@ -124,7 +161,10 @@ class GatedAttention(nn.Module):
         q, gate = packed.view(B, T, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         k = k.view(B, T, self.kv_heads, self.head_dim)
         v = v.view(B, T, self.kv_heads, self.head_dim)
-        q, k = rotate(self.q_norm(q), *rotary), rotate(self.k_norm(k), *rotary)
+        # One norm and one rotation for both: queries first, then keys.
+        scale = torch.cat((self.q_norm.scale.expand(self.heads, -1), self.k_norm.scale.expand(self.kv_heads, -1)))
+        qk = rotate(rms_norm(torch.cat((q, k), dim=2), scale, self.q_norm.eps), *rotary)
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
         o = form.attend(self.layer, q, k, v)  # [B, T, heads, head_dim]
         out: Tensor = self.o_proj((o * sigmoid(gate)).reshape(B, T, -1))
         return out
@@ -143,35 +183,45 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(config.hidden_size, values)
         self.in_proj_b = Linear(config.hidden_size, self.v_heads)
         self.in_proj_a = Linear(config.hidden_size, self.v_heads)
+        self.split = (2 * keys, values)
         self.conv1d = Convolution(2 * keys + values, config.linear_conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.ones(self.v_heads))
         self.A_log = nn.Parameter(torch.zeros(self.v_heads))
         self.norm = GatedNorm(self.v_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, config.hidden_size)
         self.joined: Joined | None = None
+        self.decay: tuple[Tensor, Tensor] | None = None  # -e^A_log and dt_bias, where they will not change any more
 
     def prepare(self) -> None:
-        self.joined = Joined(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        # The narrow parts padded to whole vectors: their exponentials then need no padding of their own.
+        self.joined = Joined(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, align=VECTOR)
+        width = self.joined.sizes[-1] - self.v_heads
+        self.decay = F.pad(self._rate(), (0, width)), F.pad(self.dt_bias.detach().float(), (0, width))
+
+    def _rate(self) -> Tensor:
+        return -exp(self.A_log.float())
 
     def forward(self, x: Tensor, form: Form, rotary: Rotary) -> Tensor:
         B, T, _ = x.shape
-        columns, z, b, a = (
-            self.joined(x)
-            if self.joined
-            else (self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
-        )
-        mixed = form.convolve(self.layer, columns, self.conv1d.weight)  # [B, T, 2·keys + values]
-        qk, v = mixed.split((2 * self.k_heads * self.k_dim, self.v_heads * self.v_dim), dim=-1)
-        beta = sigmoid(b.float())  # [B, T, v_heads]
-        g = -exp(self.A_log.float()) * softplus(a.float() + self.dt_bias.float())
+        if self.joined and self.decay:
+            columns, z, b, a = self.joined(x)
+            columns, z = columns[..., : sum(self.split)], z[..., : self.split[1]]
+            rate, bias = self.decay
+        else:
+            columns, z, b, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+            rate, bias = self._rate(), self.dt_bias.float()
+        beta = sigmoid(b.float())[..., : self.v_heads]  # [B, T, v_heads]
+        g = (rate * softplus(a.float() + bias))[..., : self.v_heads]
+        mixed = form.convolve(self.layer, columns, self.conv1d.taps)  # [B, T, 2·keys + values]
+        qk, v = mixed.split(self.split, dim=-1)
         qk = l2_norm(qk.view(B, T, 2 * self.k_heads, self.k_dim))
-        if self.v_heads != self.k_heads:  # value head h uses key head h // ratio
-            qk = qk.repeat_interleave(self.v_heads // self.k_heads, dim=2)
+        ratio = self.v_heads // self.k_heads
+        if ratio > 1:  # value head h uses key head h // ratio
+            qk = qk[:, :, :, None].expand(-1, -1, -1, ratio, -1).reshape(B, T, 2 * self.v_heads, self.k_dim)
         q, k = qk.chunk(2, dim=2)
         v = v.reshape(B, T, self.v_heads, self.v_dim).float()
         o = form.delta_rule(self.layer, q * self.k_dim**-0.5, k, v, g, beta)  # [B, T, v_heads, v_dim] float32
-        z = z.reshape(B, T, self.v_heads, self.v_dim)
-        out: Tensor = self.out_proj(self.norm(o, z).reshape(B, T, -1))
+        out: Tensor = self.out_proj(self.norm(o, z.reshape(B, T, self.v_heads, self.v_dim)).reshape(B, T, -1))
         return out
 
 
@@ -181,6 +231,15 @@ class Convolution(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.constant: Tensor | None = None
+
+    @property
+    def taps(self) -> Tensor:
+        """float32 [width, channels]."""
+        return self.weight.float().squeeze(1).t() if self.constant is None else self.constant
+
+    def prepare(self) -> None:
+        self.constant = self.taps.detach().contiguous()
 
 
 class DecoderLayer(nn.Module):
@@ -211,8 +270,18 @@ def products(model: nn.Module) -> Iterator[Linear | Joined]:
             yield module
 
 
-def prepare(model: nn.Module) -> None:
-    """Make it ready to decode with weights that will not change: products joined, constants computed once."""
-    for module in list(model.modules()):
-        if isinstance(module, Norm | MLP | GatedAttention | GatedDeltaNet):
+@torch.no_grad()
+def prepare(model: nn.Module, keep: Sequence[Linear] = ()) -> None:
+    """Make it ready to decode with weights that will not change: products joined and packed, constants computed once.
+
+    Of packed products only `keep` still have a plain weight afterwards.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, Joined) for module in modules):
+        return
+    for module in modules:
+        if isinstance(module, Norm | GatedNorm | Convolution | MLP | GatedAttention | GatedDeltaNet):
             module.prepare()
+    for module in modules:
+        if isinstance(module, Linear) and not module.joined and module.packed is None:
+            module.pack(keep=any(module is one for one in keep))

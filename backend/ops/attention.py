@@ -28,12 +28,18 @@ def visibility(positions: Tensor, length: int, groups: int, dtype: torch.dtype, 
 
     A row at position p sees keys first_key … p, and always its own. M is R · groups, padded.
     """
-    at = positions[..., None]  # [B, R, 1]
+    B, R = positions.shape
+    at = positions.view(B, R, 1, 1)
     keys = torch.arange(length, device=positions.device)  # [L]
-    hidden = (keys > at) | ((keys < first_key) & (keys != at))  # [B, R, L]
+    hidden = keys > at  # [B, R, 1, L]
+    if first_key:
+        hidden |= (keys < first_key) & (keys != at)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
-    mask = mask.repeat_interleave(groups, dim=1)  # [B, R · groups, L]
-    return F.pad(mask, (0, 0, 0, -mask.shape[1] % QUERY_ROWS))[:, None]
+    if groups > 1:
+        mask = mask.expand(-1, -1, groups, -1)
+    mask = mask.reshape(B, 1, R * groups, length)
+    padding = -(R * groups) % QUERY_ROWS
+    return F.pad(mask, (0, 0, 0, padding)) if padding else mask
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -7,18 +7,12 @@ from torch import Tensor
 from backend.ops.elementwise import silu
 
 
-def causal_conv_silu(columns: Tensor, weight: Tensor) -> Tensor:
-    """columns [B, T + W - 1, C] raw inputs, the first W - 1 being history; weight [C, 1, W], last tap = current token.
+def causal_conv_silu(columns: Tensor, taps: Tensor) -> Tensor:
+    """columns [B, T + W - 1, C] raw inputs, the first W - 1 being history; taps float32 [W, C], the last for the token.
 
-    Returns SiLU of the convolution, [B, T, C] in columns' dtype. Written as W shifted products in fixed order, so a
-    row is a function of its own W columns alone.
+    Returns SiLU of the convolution, [B, T, C] in columns' dtype: W products summed in fixed order, so that a row is a
+    function of its own W columns alone.
     """
-    width = weight.shape[-1]
-    rows = columns.shape[1] - width + 1
-    taps = weight.float().squeeze(1).t()  # [W, C]
-    x = columns.float()
-    total = x[:, :rows] * taps[0]
-    for tap in range(1, width):
-        total = total + x[:, tap : tap + rows] * taps[tap]
+    windows = columns.float().unfold(1, len(taps), 1).transpose(-1, -2)  # [B, T, W, C]
     # The reference implementation rounds the convolution to the model's dtype before the activation.
-    return silu(total.to(columns.dtype).float()).to(columns.dtype)
+    return silu((windows * taps).sum(2).to(columns.dtype))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -58,36 +59,61 @@ class Window:
     @classmethod
     def at(cls, starts: Sequence[int], rows: int, heads: int, device: torch.device) -> Window:
         """For sequences whose next rows have indices starts[i] … starts[i] + rows - 1."""
-        padded = -(-rows // _ROWS) * _ROWS
-        first = np.asarray(starts, np.int64)[:, None]  # [B, 1]
-        index = first + np.arange(rows)  # [B, R]
-        base = CHUNK * np.maximum(0, index // CHUNK - 1)
-        ring = np.arange(RING)
-        latest = index[..., None] - (index[..., None] - ring) % RING  # [B, R, RING]: what stands there, itself included
-        summed = latest >= base[..., None]
-        earlier = summed & (latest < index[..., None])
-        reach = summed | (ring == ((base - 1) % RING)[..., None])
-
-        def pad(x: NDArray[np.bool_]) -> NDArray[np.bool_]:
-            return np.pad(x, ((0, 0), (0, padded - rows), (0, 0)))
-
-        owner = np.arange(len(starts) * heads).reshape(-1, heads)[..., None] * RING  # [B, H, 1]
-        written = owner + (index % RING)[:, None]  # [B, H, R]
-        anchors = np.zeros((len(starts), 1, padded, 1), np.int64)
-        anchors[:, 0, :rows, 0] = (base - 1) % RING
-
-        def tensor(x: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(x)).to(device)
-
+        table = _table(rows, device)
+        first = torch.tensor([_alike(start) for start in starts], device=device)
+        owner = torch.arange(len(starts) * heads, device=device).view(-1, heads, 1) * RING  # [B, H, 1]
+        written = owner + table.ring[first][:, None]  # [B, H, 1 + R]: the record before the first row, then theirs
         return cls(
-            rows=tensor(written.reshape(-1)),
-            row=tuple(tensor(written[..., t].reshape(-1)) for t in range(rows)),
-            previous=tensor((owner + ((first - 1) % RING)[:, None]).reshape(-1)),
-            reach=tensor(np.where(pad(reach), 0.0, -np.inf)[:, None]),
-            counted=tensor(np.stack((pad(summed), pad(earlier)), axis=1)[:, None].astype(np.float32)),
-            base=tensor(anchors).expand(-1, heads, -1, -1),
-            padded=padded,
+            rows=written[..., 1:].reshape(-1),
+            row=tuple(column.reshape(-1) for column in written[..., 1:].unbind(-1)),
+            previous=written[..., 0].reshape(-1),
+            reach=table.reach[first],
+            counted=table.counted[first],
+            base=table.base[first].expand(-1, heads, -1, -1),
+            padded=table.base.shape[2],
         )
+
+
+_PERIOD = CHUNK * RING  # of everything a window says, once there are two chunks before a row (the two have no factor)
+
+
+def _alike(index: int) -> int:
+    """The least index whose window is the same."""
+    return index if index < 2 * CHUNK else 2 * CHUNK + (index - 2 * CHUNK) % _PERIOD
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The windows of all N first rows that differ, for blocks of R rows."""
+
+    ring: Tensor  # int64 [N, 1 + R]
+    reach: Tensor  # [N, 1, R', RING], as the rest in Window
+    counted: Tensor  # [N, 1, 2, R', RING]
+    base: Tensor  # [N, 1, R', 1]
+
+
+@cache
+def _table(rows: int, device: torch.device) -> _Table:
+    padding = -rows % _ROWS
+    index = np.arange(2 * CHUNK + _PERIOD)[:, None] + np.arange(rows)  # [N, R]
+    base = CHUNK * np.maximum(0, index // CHUNK - 1)
+    ring = np.arange(RING)
+    latest = index[..., None] - (index[..., None] - ring) % RING  # [N, R, RING]: what stands there, itself included
+    summed = latest >= base[..., None]
+    earlier = summed & (latest < index[..., None])
+    reach = summed | (ring == ((base - 1) % RING)[..., None])
+
+    def tensor(x: NDArray[np.generic], axis: int) -> Tensor:
+        """On the device, its rows padded."""
+        pad = [(0, padding if i == axis else 0) for i in range(x.ndim)]
+        return torch.from_numpy(np.pad(x, pad)).to(device)
+
+    return _Table(
+        ring=torch.from_numpy(np.concatenate((index[:, :1] - 1, index), axis=1) % RING).to(device),
+        reach=torch.where(tensor(reach[:, None], 2), 0.0, -torch.inf).double(),
+        counted=tensor(np.stack((summed, earlier), axis=1)[:, None].astype(np.float32), 3),
+        base=tensor(((base - 1) % RING)[:, None, :, None], 2),
+    )
 
 
 @dataclass(frozen=True)

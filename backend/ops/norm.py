@@ -11,18 +11,18 @@ from backend.ops.elementwise import silu
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """RMSNorm: x / sqrt(mean(x²) + eps) · scale over the last dimension; scale float32."""
     x32 = x.float()
-    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    y = x32 * torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
     return (y * scale).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm with plain weight, then · SiLU(gate). x may be float32; the result has gate's dtype."""
+def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """RMSNorm, then · SiLU(gate). x may be float32; the result has gate's dtype."""
     x32 = x.float()
-    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (y * weight.float() * silu(gate.float())).to(gate.dtype)
+    y = x32 * torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
+    return (y * scale * silu(gate.float())).to(gate.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(Σx² + eps) over the last dimension, in float32 (the DeltaNet's q and k)."""
     x32 = x.float()
-    return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)
+    return x32 * torch.rsqrt((x32 * x32).sum(-1, keepdim=True) + eps)

@@ -14,19 +14,20 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> Rotary:
-    """positions int64 [B, T] → cos, sin float32 [B, T, 1, rotary_dim / 2].
+    """positions int64 [B, T] → cos, sin float32 [B, T, 1, rotary_dim], both halves alike.
 
     Pair i of a head turns by the angle p · theta^(-2i / rotary_dim).
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)
-    return cos(angles)[:, :, None], sin(angles)[:, :, None]
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    return cos(angles), sin(angles)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """x [B, T, heads, D] → same shape and dtype; dimensions past the rotary ones pass through."""
-    half = cosines.shape[-1]
-    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    a32, b32 = a.float(), b.float()
-    turned = torch.cat((a32 * cosines - b32 * sines, b32 * cosines + a32 * sines), dim=-1).to(x.dtype)
-    return torch.cat((turned, rest), dim=-1)
+    width = cosines.shape[-1]
+    x32 = x[..., :width].float()
+    a, b = x32.chunk(2, dim=-1)
+    turned = (x32 * cosines + torch.cat((-b, a), dim=-1) * sines).to(x.dtype)
+    return torch.cat((turned, x[..., width:]), dim=-1)

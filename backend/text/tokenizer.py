@@ -37,8 +37,9 @@ _RESERVED = _RENDERER_ARGUMENTS - _CLIENT_ARGUMENTS - {"kwargs"}
 class Prompt:
     """A rendered conversation.
 
-    `first_user_end`: tokens up to and including the end of the first user turn, `last_user_start`: those before the last
-    one; 0 where the template's turns are not Qwen's. `in_reasoning`: the template left the assistant inside an open `<think>`.
+    `first_user_end`: tokens up to and including the end of the first user turn, `last_user_start`: those before the
+    last one; 0 where the template's turns are not Qwen's. `in_reasoning`: the template left the assistant inside an
+    open `<think>`.
     """
 
     ids: tuple[int, ...]
