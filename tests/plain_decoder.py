@@ -75,8 +75,7 @@ def processed(
         x[token] = x[token] - f32(count) * f32(params.frequency_penalty)
         if count:
             x[token] = x[token] - f32(params.presence_penalty)
-    history = [*prompt, *output]
-    banned = {word[-1] for word in params.bad_words if len(word) == 1 or tuple(history[1 - len(word) :]) == word[:-1]}
+    banned = {word[-1] for word in params.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]}
     texts, may_end = allowed(tuple(output)) if allowed else (set(range(len(x))), True)
     if len(output) < params.min_tokens and texts:
         banned |= params.stop_token_ids

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class SamplingParams:
     """top_k 0 = off, top_p 1 = off, min_p 0 = off, temperature 0 = greedy; penalties as in `backend.interface`.
 
-    `seed` is a uint64; `choice` the i of n. `bad_words`: sequences of ids, the last of which may not follow the others.
-    `stop_token_ids`: every id that ends the answer, the model's own included unless they are ignored; `min_tokens` bans
-    them before that many tokens of output.
+    `seed` is a uint64; `choice` the i of n. `bad_words`: sequences of ids, the last of which may not follow the others
+    in the output. `stop_token_ids`: every id that ends the answer, the model's own included unless they are ignored;
+    `min_tokens` bans them before that many tokens of output.
     """
 
     temperature: float = 1.0

@@ -56,7 +56,7 @@ class Processors:
     """The edits of one sequence. Holds its history, as far as the edits need it."""
 
     def __init__(self, params: SamplingParams, vocab: int, prompt: Sequence[int]) -> None:
-        """`prompt` counts for the repetition penalty and for bad words that begin in it."""
+        """`prompt` counts for the repetition penalty alone; a bad word begins in the output, as vLLM's."""
         self._params = params
         self._stops = [token for token in sorted(params.stop_token_ids) if token < vocab]
         self._bias = [(token, value) for token, value in params.logit_bias if token < vocab]
@@ -66,7 +66,7 @@ class Processors:
             length: torch.tensor([word for word in words if len(word) == length])  # [W, length]
             for length in sorted({len(word) for word in words} - {0, 1})
         }
-        self._tail = list(prompt[-max(self._phrases, default=1) :]) if self._phrases else []
+        self._tail: list[int] = []  # of the output, as much as the longest phrase needs
         self._counts = TokenCounts(prompt if params.repetition_penalty != 1 else ())
         self._count = 0
 

@@ -59,7 +59,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, vocab: int, prompt: Sequence[int] = (), matcher: Matcher | None = None
     ) -> None:
-        """`prompt` counts for the repetition penalty and for bad words; `matcher` stands at the answer's start."""
+        """`prompt` counts for the repetition penalty; `matcher` stands at the answer's start."""
         self.params = params
         self.vocab = vocab
         self.count = 0  # tokens accepted
