@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend.drafters.prediction import PredictionState
 from backend.drafters.protocol import Choose, Drafter, Proposal
 from backend.engine.cache import pages_for
-from backend.engine.draft_length import FixedDraftLength
+from backend.engine.draft_length import DraftLength, FixedDraftLength
 from backend.engine.loop import Loop
 from backend.engine.memory import Memory
 from backend.engine.prefix import PrefixCache
@@ -54,21 +55,23 @@ class Outcome:
 
 def make_loop(
     runner: Runner,
-    draft_tokens: int,
+    draft_tokens: int | DraftLength,
     drafters: Ids[Drafter] = (),
     *,
     positions: int = 512,
     sequences: int = 1,
     prefix: bool = False,
+    snapshots: int = 2**30,
     pages: int | None = None,
 ) -> Loop:
-    """An engine's loop with room for so many sequences of so many positions."""
+    """An engine's loop with room for so many sequences of so many positions; `snapshots` bytes of the prefix cache."""
     pages = sequences * pages_for(positions + MAX_ROWS) if pages is None else pages
     memory = Memory(runner.model.config, pages, sequences, runner.device, runner.dtype)
     for drafter in drafters:
         drafter.attach(memory)
-    speculation = Speculation(runner, memory, FixedDraftLength(draft_tokens))
-    return Loop(speculation, Scheduler(memory, sequences, PrefixCache(memory, 2**30) if prefix else None))
+    lengths = FixedDraftLength(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
+    cache = PrefixCache(memory, snapshots) if prefix else None
+    return Loop(Speculation(runner, memory, lengths), Scheduler(memory, sequences, cache))
 
 
 def decode(
@@ -93,7 +96,15 @@ def run(loop: Loop, requests: Ids[tuple[Request, Drafter | None]]) -> list[Outco
 class Job:
     """A request made into a sequence, and what its owner was told."""
 
-    def __init__(self, loop: Loop, request: Request, drafter: Drafter | None, salt: str = "") -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        request: Request,
+        drafter: Drafter | None,
+        salt: str = "",
+        predicted: Ids[int] = (),
+        last_turn: int = 0,
+    ) -> None:
         self._texts: list[str] = []
         self._errors: list[str] = []
         vocab = loop.speculation.runner.model.config.vocab_size
@@ -108,7 +119,9 @@ class Job:
             alternatives=0,
             on_emission=self._hear,
             drafter=drafter,
+            prediction=PredictionState(request.prompt, predicted) if predicted else None,
             salt=salt,
+            last_turn=last_turn,
         )
 
     def _hear(self, emission: Emission) -> None:

@@ -172,6 +172,9 @@ class PageTable:
         self._holders[page] = 1
         return page
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def share(self, pages: Sequence[int]) -> None:
         """One more holder of each."""
         for page in pages:

@@ -7,13 +7,13 @@ ever in it. By the prefix law an answer is bitwise the same with a hit and witho
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from backend.engine.cache import PAGE, PromptState
+from backend.engine.cache import PAGE, PromptState, pages_for
 from backend.engine.forms import GRID
 from backend.engine.memory import Memory, Place
 
@@ -36,6 +36,7 @@ class PrefixCache:
     def __init__(self, memory: Memory, budget: int) -> None:
         self._memory, self._budget = memory, budget
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._held: Counter[int] = Counter()  # by how many snapshots each page is held
         self.bytes = 0  # of the snapshots' states
         self.queries = 0  # prompt tokens looked up
         self.hits = 0  # of them, found
@@ -43,40 +44,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._snapshots)
 
-    def begin(self, prompt: Sequence[int], salt: str) -> tuple[Place, Snapshot | None]:
-        """A place for a prompt, with as much of it as is known: shared pages, a copy of the last one and of the state.
+    def begin(self, prompt: Sequence[int], salt: str, pages: int) -> tuple[Place, Snapshot | None] | None:
+        """A place of so many pages for a prompt, with as much of the prompt as is known.
 
-        A hit ends before the prompt's last token. Raises IndexError when there is no page for the copy.
+        Whole pages of it are shared, the rest of the last and the state are copied. A hit ends before the prompt's last
+        token. None, and nothing dropped, where there is no room.
         """
-        place = Place(len(prompt))
-        keys = _keys(prompt, salt)
-        boundary = next(
-            (b for b in range(_last_boundary(len(prompt)), 0, -GRID) if keys[b // GRID] in self._snapshots), 0
-        )
-        if not boundary:
-            return place, None
-        key = keys[boundary // GRID]
-        snapshot = self._snapshots[key]
-        self._snapshots.move_to_end(key)
-        whole, rest = divmod(boundary, PAGE)
-        shared = snapshot.pages[:whole]
-        self._memory.table.share(snapshot.pages)  # all of them, so that making room does not take what is copied
-        try:
-            if rest:
-                own: list[int] = shared[-1:]
-                self.make_room(1)
-                self._memory.take(own)
-                self._memory.copy(snapshot.pages[whole], own[-1], rest)
-                place.pages = [*shared, own[-1]]
-            else:
-                place.pages = shared
-        except IndexError:
-            self._memory.table.release(shared)
-            raise
-        finally:
-            self._memory.table.release(snapshot.pages[whole:])
-        place.state = snapshot.state.copy()
-        return place, snapshot
+        known = self._find(prompt, salt)
+        # Where a hit's copy has no room beside its source, the source must go.
+        for snapshot in (known, None) if known else (None,):
+            place = self._place(len(prompt), pages, snapshot)
+            if place:
+                return place, snapshot
+        return None
 
     def count(self, queried: int, found: int) -> None:
         """A prompt of `queried` tokens began with `found` of them known."""
@@ -98,25 +78,64 @@ class PrefixCache:
         if size > self._budget:
             return
         while self.bytes + size > self._budget:
-            self._drop()
-        pages = place.pages[: -(-boundary // PAGE)]
+            self._drop(next(iter(self._snapshots)))
+        pages = place.pages[: pages_for(boundary)]
         self._memory.table.share(pages)
+        self._held.update(pages)
         self._snapshots[key] = Snapshot(boundary, pages, place.state.copy(), blocks)
         self.bytes += size
 
     def make_room(self, pages: int) -> bool:
-        """Drop snapshots until so many pages are free; False where even none left is not enough."""
-        while self._memory.table.free < pages and self._snapshots:
-            self._drop()
-        return self._memory.table.free >= pages
+        """Drop snapshots until so many pages are free; False, and none dropped, where that would not be enough."""
+        table = self._memory.table
+        if table.free >= pages:
+            return True
+        ours = {page for page, count in self._held.items() if count and table.holders(page) == count}
+        if table.free + len(ours) < pages:
+            return False
+        for key, snapshot in list(self._snapshots.items()):
+            if not ours.isdisjoint(snapshot.pages):  # what running sequences hold as well costs nothing to remember
+                self._drop(key)
+            if table.free >= pages:
+                break
+        return True
 
     def clear(self) -> None:
-        while self._snapshots:
-            self._drop()
+        for key in list(self._snapshots):
+            self._drop(key)
 
-    def _drop(self) -> None:
-        _, snapshot = self._snapshots.popitem(last=False)
+    def _find(self, prompt: Sequence[int], salt: str) -> Snapshot | None:
+        """The longest known beginning."""
+        keys = _keys(prompt, salt)
+        for boundary in range(_last_boundary(len(prompt)), 0, -GRID):
+            if snapshot := self._snapshots.get(keys[boundary // GRID]):
+                self._snapshots.move_to_end(keys[boundary // GRID])
+                return snapshot
+        return None
+
+    def _place(self, prompt: int, pages: int, snapshot: Snapshot | None) -> Place | None:
+        memory, known = self._memory, snapshot.pages if snapshot else []
+        whole, rest = divmod(snapshot.boundary if snapshot else 0, PAGE)
+        memory.table.share(known)  # so that making room does not take what is to be copied
+        try:
+            if not self.make_room(pages - whole):
+                return None
+            place = Place(prompt)
+            memory.table.share(known[:whole])
+            place.pages += known[:whole]
+            for _ in range(pages - whole):
+                memory.take(place.pages)
+            if rest:
+                memory.copy(known[whole], place.pages[whole], rest)
+            place.state = snapshot.state.copy() if snapshot else None
+            return place
+        finally:
+            memory.table.release(known)
+
+    def _drop(self, key: bytes) -> None:
+        snapshot = self._snapshots.pop(key)
         self.bytes -= snapshot.state.bytes
+        self._held.subtract(snapshot.pages)
         self._memory.table.release(snapshot.pages)
 
 

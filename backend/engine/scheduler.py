@@ -12,7 +12,7 @@ from collections import deque
 from backend.engine.cache import PAGE, pages_for
 from backend.engine.forms import GRID
 from backend.engine.memory import Memory, Place
-from backend.engine.prefix import PrefixCache
+from backend.engine.prefix import PrefixCache, Snapshot
 from backend.engine.sequence import Sequence
 from backend.ops.delta_replay import MAX_ROWS
 
@@ -36,7 +36,8 @@ class Scheduler:
     @property
     def usage(self) -> float:
         """Share of the pages that running sequences hold."""
-        held = {page for sequence in list(self.running) if sequence.place for page in sequence.place.pages}
+        places = [sequence.place for sequence in list(self.running)]  # read on other threads than the engine's
+        held = {page for place in places if place for page in place.pages}
         return len(held) / max(self.memory.table.total, 1)
 
     def admit(self) -> None:
@@ -90,18 +91,10 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give it a place with room for its prompt and first step, without taking anybody else's."""
-        place, snapshot = Place(len(sequence.prompt)), None
-        if self.prefix is not None:
-            try:
-                place, snapshot = self.prefix.begin(sequence.prompt, sequence.salt)
-            except IndexError:
-                return False
-        needed = pages_for(sequence.length + MAX_ROWS) - len(place.pages)
-        if not self._room(needed):
-            self.memory.table.release(place.pages)
+        begun = self._place(sequence, pages_for(sequence.length + MAX_ROWS))
+        if begun is None:
             return False
-        for _ in range(needed):
-            self.memory.take(place.pages)
+        place, snapshot = begun
         sequence.place = place
         sequence.prefilled = snapshot.boundary if snapshot else 0
         sequence.replayed = 0
@@ -114,6 +107,16 @@ class Scheduler:
                 known = sequence.drafter.block is None or sequence.drafter.block in snapshot.blocks
                 sequence.drafter.resume(sequence.draft_state, snapshot.boundary, known)
         return True
+
+    def _place(self, sequence: Sequence, pages: int) -> tuple[Place, Snapshot | None] | None:
+        if self.prefix is not None:
+            return self.prefix.begin(sequence.prompt, sequence.salt, pages)
+        if not self._room(pages):
+            return None
+        place = Place(len(sequence.prompt))
+        for _ in range(pages):
+            self.memory.take(place.pages)
+        return place, None
 
     def _room(self, pages: int) -> bool:
         if self.prefix is not None:
