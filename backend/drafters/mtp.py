@@ -71,10 +71,10 @@ class MTPDrafter:
         state.position = start + valid
 
     def observe(self, state: MTPState, tokens: Sequence[int], hidden: Tensor) -> None:
+        if len(state.tokens) + len(tokens) > _MAX_WAITING:
+            self._catch_up([state])  # but for these: the next proposal continues from the last row
         state.tokens += tokens
         state.hidden.append(hidden)
-        if len(state.tokens) > _MAX_WAITING:
-            self._catch_up([state])
 
     def propose(self, states: Sequence[MTPState], counts: Sequence[int], choose: Choose) -> Proposal:
         hidden = self._catch_up(states)  # [B, H]
