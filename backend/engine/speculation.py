@@ -60,8 +60,10 @@ class Speculation:
             self._observe(sequence, sequence.tokens[:1], last[0])
             return
         logits = self.runner.model.logits(last)
-        chosen = SamplerBatch([sequence.sampler], [sequence.length]).verify(logits, _no_drafts(1, self.runner.device))
-        self._emit(sequence, logits[0], last[0], chosen.tolist()[0], _logprobs(logits, chosen).tolist()[0], [])
+        none = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
+        chosen = SamplerBatch([sequence.sampler], [sequence.length]).verify(logits, none)
+        _, told, logprobs = _read(chosen, chosen, _logprobs(logits, chosen))
+        self._emit(sequence, logits[0], last[0], told[0], logprobs[0], [])
 
     def step(self, batch: Sequence[Running], alone: bool = True) -> None:
         """One verify step of all sequences being decoded, in the order of their slots; its counts are DESIGN §6's.
@@ -72,14 +74,8 @@ class Speculation:
         before = [len(sequence.steps) for sequence in batch]
         self.draft_tokens = self.lengths.choose(len(batch))
         blocks = self._blocks(batch, self.draft_tokens)
-        places = [sequence.place for sequence in batch if sequence.place]
-        logits, hidden = self.runner.verify(
-            self.memory, places, blocks.tokens, blocks.counts, [sequence.held for sequence in batch]
-        )
-        positions = [sequence.held + 1 for sequence in batch]
-        chosen = SamplerBatch([sequence.sampler for sequence in batch], positions).verify(logits, blocks.tokens[:, 1:])
-        # The one host read of a step.
-        given, told, logprobs = blocks.tokens.tolist(), chosen.tolist(), _logprobs(logits, chosen).tolist()
+        logits, hidden, chosen, chosen_logprobs = self._verify(batch, blocks)
+        given, told, logprobs = _read(blocks.tokens, chosen, chosen_logprobs)
         for i, sequence in enumerate(batch):
             if sequence.replayed < len(sequence.tokens) - 1:
                 self._replay(sequence, blocks.counts[i], hidden[i])
@@ -93,6 +89,18 @@ class Speculation:
         seconds = time.perf_counter() - began if alone else None
         outcomes = [step for sequence, n in zip(batch, before, strict=True) for step in sequence.steps[n:]]
         self.lengths.observe(len(batch), self.draft_tokens, seconds, outcomes)
+
+    def _verify(self, batch: Sequence[Running], blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits [B, R, V], hidden states [B, R, H], the target's tokens [B, R] and their logprobs.
+
+        Together with `_blocks` the part of a step that stays on the device: nothing is read back before it is done.
+        """
+        places = [sequence.place for sequence in batch if sequence.place]
+        starts = [sequence.held for sequence in batch]
+        logits, hidden = self.runner.verify(self.memory, places, blocks.tokens, blocks.counts, starts)
+        samplers = SamplerBatch([sequence.sampler for sequence in batch], [start + 1 for start in starts])
+        chosen = samplers.verify(logits, blocks.tokens[:, 1:])
+        return logits, hidden, chosen, _logprobs(logits, chosen)
 
     def _blocks(self, batch: Sequence[Running], most: int) -> _Blocks:
         """Drafts from the first source that has any: the grammar, the client's prediction, the drafter."""
@@ -193,13 +201,19 @@ def fail(sequence: Running, error: Exception) -> None:
         sequence.end("error", f"{type(error).__name__}: {error}")
 
 
-def _no_drafts(batch: int, device: torch.device) -> Tensor:
-    return torch.empty(batch, 0, dtype=torch.int64, device=device)
-
-
 def _logprobs(logits: Tensor, chosen: Tensor) -> Tensor:
     """Of the raw logits [B, R, V], for the tokens chosen [B, R]."""
     return torch.log_softmax(logits, dim=-1).gather(-1, chosen[..., None])[..., 0]
+
+
+def _read(
+    tokens: Tensor, chosen: Tensor, logprobs: Tensor
+) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
+    """The one host read of a step, all [B, R]."""
+    if tokens.device.type != "cpu":
+        both = torch.stack((tokens.double(), chosen.double(), logprobs.double())).cpu()  # ids are exact in float64
+        tokens, chosen, logprobs = both[0].long(), both[1].long(), both[2]
+    return tokens.tolist(), chosen.tolist(), logprobs.tolist()
 
 
 def _alternatives(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
