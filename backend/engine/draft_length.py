@@ -1,0 +1,229 @@
+"""How many tokens to draft in the next verify step: a fixed number, or what measured acceptance and cost say pays.
+
+Pure policy: knows no tensor, no clock and no model; the engine tells it what each step cost and yielded.
+Emitted tokens do not depend on it (L2), only speed does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Protocol
+
+from backend.interface import Step
+
+EXPLORATION = 0.01  # steps' worth of time per step that may be lost to other lengths than the best known
+CREDIT = 4.0  # steps' worth that may be lost at once
+LEAST_CHARGE = 0.5  # what an exploration counts as losing at least, so that the length changes rarely
+HYSTERESIS = 0.01  # gain in tokens per second below which the length stays
+
+
+class DraftLength(Protocol):
+    """Decides K of every verify step. Called by the engine thread alone."""
+
+    def choose(self, batch: int) -> int:
+        """K of the next step, in which `batch` ≥ 1 sequences draft. Asking twice changes nothing."""
+
+    def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
+        """What a step of `k` slots (the longest draft in it) cost, and the outcome of each sequence in it.
+
+        `seconds`: of draft, verify and sampling. None where the step did other work too (a prompt chunk), so that
+        its duration tells nothing.
+        """
+
+
+@dataclass(frozen=True)
+class FixedDraftLength:
+    """Always `k`."""
+
+    k: int
+
+    def choose(self, batch: int) -> int:
+        return self.k
+
+    def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
+        pass
+
+
+class AutoDraftLength:
+    """The K of 0 … `most` with the most expected tokens per second, (1 + Σ surv) / cost(K).
+
+    Acceptance is followed over all sequences together, cost for each batch size (rounded up to a power of two). What
+    steps of the best known length do not show, the cost of others and at K = 0 acceptance, is explored in few steps,
+    paid from an account that EXPLORATION fills: that bounds the loss where speculation does not pay.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self.most = most
+        self._acceptance = _Acceptance(most)
+        self._sizes: dict[int, _BatchSize] = {}
+        self._credit = CREDIT
+
+    def choose(self, batch: int) -> int:
+        size = self._size(batch)
+        if size.exploring is not None:
+            return size.exploring
+        if size.costs.known(size.length):
+            tokens = self._acceptance.tokens()
+            rates = _rates(tokens, size.costs.estimate)
+            best = rates.index(max(rates))
+            if rates[best] > rates[size.length] * (1 + HYSTERESIS):
+                size.length = best
+            elif self._credit > 0:
+                size.exploring = self._worth_exploring(size, _rates(tokens, size.costs.hoped()))
+        return size.length if size.exploring is None else size.exploring
+
+    def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
+        size = self._size(batch)
+        self._acceptance.observe(k, steps)
+        if seconds is not None:
+            size.costs.observe(k, seconds)
+        self._credit = min(self._credit + EXPLORATION, CREDIT)
+        if size.exploring is None:
+            return
+        estimate, tokens, best = size.costs.estimate, self._acceptance.tokens(), size.length
+        loss = estimate[k] / estimate[best] - tokens[k] / tokens[best]
+        self._credit -= max(loss, 0.0 if size.repeated else LEAST_CHARGE)
+        # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
+        emitted = len(steps) + sum(step.accepted for step in steps)
+        paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
+        size.repeated = seconds is not None and (paid or not size.costs.known(k))
+        if not size.repeated:
+            size.exploring = None
+
+    def _worth_exploring(self, size: _BatchSize, hoped: list[float]) -> int | None:
+        """The one run longest ago of the neighbours and of what would be best if it cost as little as may be."""
+        lengths = {size.length - 1, size.length + 1, hoped.index(max(hoped))} - {size.length, -1, self.most + 1}
+        return min(lengths, key=lambda k: (size.costs.last_run[k], k), default=None)
+
+    def _size(self, batch: int) -> _BatchSize:
+        rounded = 1 << (batch - 1).bit_length()
+        if rounded not in self._sizes:
+            self._sizes[rounded] = _BatchSize(_Costs(self.most))
+        return self._sizes[rounded]
+
+
+def _rates(tokens: list[float], costs: list[float]) -> list[float]:
+    return [emitted / cost for emitted, cost in zip(tokens, costs, strict=True)]
+
+
+@dataclass
+class _BatchSize:
+    """What is known and under way at one batch size."""
+
+    costs: _Costs
+    length: int = 0  # the best known
+    exploring: int | None = None
+    repeated: bool = False  # the exploration under way is past its first step
+
+
+class _Acceptance:
+    """Per slot s, of the recent drafts accepted up to it, the share that was accepted in it too (DESIGN §6: cond).
+
+    A slot that stood empty though the step had it (the answer ends, the drafter knew no more) counts as not accepted:
+    it yields no token either.
+    """
+
+    REMEMBERED = 48.0  # drafts per slot
+    KEPT = 4.0  # drafts that are not forgotten by mere passing of steps, and the weight of the slot before
+    FORGETTING = 1 / 128  # per step in which the slot is not seen
+    EXPECTED = 0.6  # of slot 0, before anything is seen
+
+    def __init__(self, most: int) -> None:
+        self._drafts, self._accepted = [0.0] * most, [0.0] * most
+        self._drafts[:1], self._accepted[:1] = [self.KEPT][:most], [self.EXPECTED * self.KEPT][:most]
+
+    def observe(self, k: int, steps: Sequence[Step]) -> None:
+        reached = len(steps)
+        for slot, drafts in enumerate(self._drafts):
+            seen, accepted, keep = 0, 0, 1.0
+            if slot < k and reached:
+                seen, accepted = reached, sum(step.accepted > slot for step in steps)
+                keep = (1 - 1 / self.REMEMBERED) ** seen
+                reached = accepted
+            elif slot or drafts > self.KEPT:
+                keep = 1 - self.FORGETTING
+            self._drafts[slot] = drafts * keep + seen
+            self._accepted[slot] = self._accepted[slot] * keep + accepted
+
+    def tokens(self) -> list[float]:
+        """Expected tokens a step yields a sequence, for K = 0 … most; an unseen slot is taken for the one before."""
+        expected, survival, rate = [1.0], 1.0, 0.0
+        for slot, (drafts, accepted) in enumerate(zip(self._drafts, self._accepted, strict=True)):
+            prior = self.KEPT if slot else 0.0
+            rate = (accepted + prior * rate) / (drafts + prior)
+            survival *= rate
+            expected.append(expected[-1] + survival)
+        return expected
+
+
+class _Costs:
+    """Cost of a step for each draft length at one batch size: medians of its recent steps, about a fitted line.
+
+    In no unit: only ratios matter. Steps of the length in use show when the whole machine changes pace (other load,
+    longer contexts); costs are kept relative to that pace, so that those of lengths not run follow.
+    """
+
+    WINDOW = 24  # steps remembered per length
+    RECENT = 400  # steps of any length after which one of more than KNOWN is forgotten
+    KNOWN = 5  # steps from which a length's median is used
+    SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
+    LEAST_SLOPE = 0.02  # of a slot, whatever was measured
+
+    def __init__(self, most: int) -> None:
+        self.estimate = [1.0 + self.SLOPE * k for k in range(most + 1)]  # for K = 0 … most
+        self.last_run = [0] * (most + 1)  # the number of the step; 0: never
+        self._steps = 0
+        self._pace = 1.0  # seconds per unit of cost
+        self._slope = self.SLOPE
+        self._samples: list[deque[tuple[int, float]]] = [deque(maxlen=self.WINDOW) for _ in range(most + 1)]
+        self._medians = [0.0] * (most + 1)
+
+    def known(self, k: int) -> bool:
+        return len(self._samples[k]) >= self.KNOWN
+
+    def observe(self, k: int, seconds: float) -> None:
+        self._steps += 1
+        first, self.last_run[k] = not self.last_run[k], self._steps
+        if first:
+            return  # the first step of a shape allocates, compiles, records graphs
+        samples = self._samples[k]
+        in_use = len(samples) == self.WINDOW and self._steps - samples[0][0] < 2 * self.WINDOW
+        # As dear as k + 1 plain steps never pays: dearer need not be told apart, and is mostly a disturbance.
+        ceiling = 1.1 * (k + 1) * self._medians[0] if k and self.known(0) else float("inf")
+        samples.append((self._steps, min(seconds / self._pace, ceiling)))
+        while len(samples) > self.KNOWN and self._steps - samples[0][0] > self.RECENT:
+            samples.popleft()
+        median = median_low([cost for _, cost in samples])
+        if in_use and median > 0:
+            change = median / self._medians[k]
+            self._pace *= change
+            self._samples[k] = deque(((step, cost / change) for step, cost in samples), self.WINDOW)
+        else:
+            self._medians[k] = median
+        self._fit()
+
+    def hoped(self) -> list[float]:
+        """The estimate, but with half the slope from a known length on to lengths that are not."""
+        hoped = self.estimate[:1]
+        for k in range(1, len(self.estimate)):
+            hoped.append(self.estimate[k] if self.known(k) else hoped[-1] + max(self._slope, 0.0) / 2)
+        return hoped
+
+    def _fit(self) -> None:
+        """Least squares of a + b·k over known lengths, b drawn to SLOPE·a; a known one keeps its deviation."""
+        weights = [min(len(samples), 8) * self.known(k) for k, samples in enumerate(self._samples)]
+        if not any(weights):
+            return
+        # a, b = argmin Σ w (median - a - b k)² + (b - SLOPE a)²
+        aa, ab, bb, am, bm = self.SLOPE**2, -self.SLOPE, 1.0, 0.0, 0.0
+        for k, (w, median) in enumerate(zip(weights, self._medians, strict=True)):
+            aa, ab, bb = aa + w, ab + w * k, bb + w * k * k
+            am, bm = am + w * median, bm + w * k * median
+        determinant = aa * bb - ab * ab
+        a, self._slope = (bb * am - ab * bm) / determinant, (aa * bm - ab * am) / determinant
+        line = [a + self._slope * k for k in range(len(weights))]
+        costs = [at + (m - at) * w / (w + 1) for at, m, w in zip(line, self._medians, weights, strict=True)]
+        self.estimate = [max(cost, costs[0] * (1 + self.LEAST_SLOPE * k)) for k, cost in enumerate(costs)]
