@@ -65,20 +65,19 @@ class AutoDraftLength:
         size = self._size(batch)
         if size.exploring is not None:
             return size.exploring
-        if size.costs.known(size.length):
-            tokens = self._acceptance.tokens()
-            rates = _rates(tokens, size.costs.estimate)
-            best = rates.index(max(rates))
-            if rates[best] > rates[size.length] * (1 + HYSTERESIS):
-                size.length = best
-            elif self._credit > 0:
-                size.exploring = self._worth_exploring(size, _rates(tokens, size.costs.hoped()))
+        known, tokens = size.costs.known, self._acceptance.tokens()
+        rates = _rates(tokens, size.costs.estimate)
+        best = rates.index(max(rates))
+        if rates[best] > rates[size.length] * (1 + HYSTERESIS) and (known(size.length) or known(best)):
+            size.length = best
+        elif known(size.length) and self._credit > 0:
+            size.exploring = self._worth_exploring(size, _rates(tokens, size.costs.hoped()))
         return size.length if size.exploring is None else size.exploring
 
     def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
         size = self._size(batch)
         self._acceptance.observe(k, steps)
-        if seconds is not None:
+        if seconds:  # 0 is a clock too coarse to tell
             size.costs.observe(k, seconds)
         self._credit = min(self._credit + EXPLORATION, CREDIT)
         if size.exploring is None:
@@ -89,7 +88,7 @@ class AutoDraftLength:
         # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
         emitted = len(steps) + sum(step.accepted for step in steps)
         paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
-        size.repeated = seconds is not None and (paid or not size.costs.known(k))
+        size.repeated = bool(seconds) and (paid or not size.costs.known(k))
         if not size.repeated:
             size.exploring = None
 
@@ -167,7 +166,7 @@ class _Costs:
     """
 
     WINDOW = 24  # steps remembered per length
-    RECENT = 400  # steps of any length after which one of more than KNOWN is forgotten
+    RECENT = 800  # steps of any length after which one of more than KNOWN is forgotten
     KNOWN = 5  # steps from which a length's median is used
     SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
     LEAST_SLOPE = 0.02  # of a slot, whatever was measured
@@ -197,13 +196,13 @@ class _Costs:
         while len(samples) > self.KNOWN and self._steps - samples[0][0] > self.RECENT:
             samples.popleft()
         median = median_low([cost for _, cost in samples])
-        if in_use and median > 0:
+        if in_use:
             change = median / self._medians[k]
             self._pace *= change
             self._samples[k] = deque(((step, cost / change) for step, cost in samples), self.WINDOW)
         else:
             self._medians[k] = median
-        self._fit()
+            self._fit()
 
     def hoped(self) -> list[float]:
         """The estimate, but with half the slope from a known length on to lengths that are not."""

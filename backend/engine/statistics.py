@@ -1,49 +1,82 @@
-"""Counters of the engine: speculation per slot since start and over the last minute (law L5: DESIGN §6 names them)."""
+"""Counters of the engine: each drafter's slots since start and over the last minute (law L5: DESIGN §6 names them).
+
+Knows no tensor and no request, only verify steps.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
-from backend.interface import Step
+from backend.interface import DrafterStats, Step
 
 WINDOW_SECONDS = 60.0
 
 
 class SpeculationCounts:
-    """P_s and A_s per slot; written by the engine thread, read by any."""
+    """P_s and A_s per drafter and slot; written by the engine thread, read by any.
+
+    `drafters`: the names that are counted, in the order of `snapshot`, the default first. `slots`: the most a step
+    drafts.
+    """
+
+    def __init__(self, drafters: Iterable[str], slots: int) -> None:
+        self._lock = threading.Lock()
+        self._counts = {name: _Counts(slots) for name in drafters}
+
+    def add(self, drafter: str, step: Step) -> None:
+        """Count one sequence's verify step: slot s was proposed iff drafted > s, accepted iff accepted > s.
+
+        Raises KeyError for a drafter that was not named at construction, IndexError for more drafts than slots.
+        """
+        with self._lock:
+            self._counts[drafter].add(step, time.monotonic())
+
+    def snapshot(self) -> tuple[DrafterStats, ...]:
+        """One for each drafter named at construction, zeros included; all as of one moment."""
+        with self._lock:
+            now = time.monotonic()
+            return tuple(counts.stats(name, now) for name, counts in self._counts.items())
+
+
+class _Counts:
+    """One drafter's. The recent sums are kept, not made anew for each reader: the engine would wait for it."""
 
     def __init__(self, slots: int) -> None:
-        self._lock = threading.Lock()
-        self._slots = slots
-        self.drafts = 0  # verify steps that proposed at least one slot
-        self.proposed = [0] * slots
-        self.accepted = [0] * slots
+        self._drafts = 0
+        self._proposed, self._accepted = [0] * slots, [0] * slots
+        self._recent_proposed, self._recent_accepted = [0] * slots, [0] * slots
         self._recent: deque[tuple[float, Step]] = deque()
 
-    def add(self, step: Step) -> None:
-        """Count one verify step: slot s was proposed iff drafted > s, accepted iff accepted > s."""
+    def add(self, step: Step, now: float) -> None:
+        self._forget(now)
         if not step.drafted:
             return
-        with self._lock:
-            self.drafts += 1
-            for slot in range(step.drafted):
-                self.proposed[slot] += 1
-                self.accepted[slot] += slot < step.accepted
-            now = time.monotonic()
-            self._recent.append((now, step))
-            self._forget(now)
+        self._drafts += 1
+        self._recent.append((now, step))
+        _count(step, 1, self._proposed, self._accepted)
+        _count(step, 1, self._recent_proposed, self._recent_accepted)
 
-    def snapshot(self) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """drafts, P_s, A_s since start; P_s, A_s of the last WINDOW_SECONDS."""
-        with self._lock:
-            self._forget(time.monotonic())
-            recent = [step for _, step in self._recent]
-            proposed = tuple(sum(step.drafted > slot for step in recent) for slot in range(self._slots))
-            accepted = tuple(sum(step.accepted > slot for step in recent) for slot in range(self._slots))
-            return self.drafts, tuple(self.proposed), tuple(self.accepted), proposed, accepted
+    def stats(self, name: str, now: float) -> DrafterStats:
+        self._forget(now)
+        return DrafterStats(
+            drafter=name,
+            drafts=self._drafts,
+            draft_tokens_per_pos=tuple(self._proposed),
+            accepted_tokens_per_pos=tuple(self._accepted),
+            recent_draft_tokens_per_pos=tuple(self._recent_proposed),
+            recent_accepted_tokens_per_pos=tuple(self._recent_accepted),
+        )
 
     def _forget(self, now: float) -> None:
         while self._recent and now - self._recent[0][0] > WINDOW_SECONDS:
-            self._recent.popleft()
+            _, step = self._recent.popleft()
+            _count(step, -1, self._recent_proposed, self._recent_accepted)
+
+
+def _count(step: Step, by: int, proposed: list[int], accepted: list[int]) -> None:
+    for slot in range(step.drafted):
+        proposed[slot] += by
+        accepted[slot] += by * (slot < step.accepted)
