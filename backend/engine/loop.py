@@ -35,7 +35,7 @@ class Loop:
             sequence.end("cancelled")
             scheduler.leave(sequence)
         scheduler.admit()
-        prompt = scheduler.next_prompt()
+        prompt = scheduler.prompt
         if prompt:
             self._prefill(prompt)
         scheduler.reserve()

@@ -1,4 +1,4 @@
-"""Who runs: admission by memory in order of arrival, one prompt at a time, preemption of the youngest.
+"""Who runs: admission by memory in order of arrival, one prompt after the other, preemption of the youngest.
 
 Owns the memory's accounts; computes nothing. A preempted sequence loses its place, not its tokens: readmitted, its
 prompt is run again and its tokens are pushed through the verify form, so nothing of it changes (law L1).
@@ -41,15 +41,22 @@ class Scheduler:
         return len(held) / max(self.memory.table.total, 1)
 
     def admit(self) -> None:
-        """Let the longest waiting ones run, as long as there is memory for their prompts."""
-        while self.waiting and len(self.running) < self._max_sequences and self._begin(self.waiting[0]):
+        """Let the longest waiting one run, if no other's prompt is under way and there is memory for its own.
+
+        Prompts run one after the other; that each begins only when its turn has come lets it find what those before it
+        left in the prefix cache, and keeps no memory for it meanwhile.
+        """
+        if not self.waiting or self.prompt or len(self.running) == self._max_sequences:
+            return
+        if self._begin(self.waiting[0]):
             sequence = self.waiting.popleft()
             if sequence.admitted_at is None:
                 sequence.admitted_at = time.monotonic()
             self.running.append(sequence)
 
-    def next_prompt(self) -> Sequence | None:
-        """The running sequence whose prompt is next."""
+    @property
+    def prompt(self) -> Sequence | None:
+        """The running sequence whose prompt is under way."""
         return next((sequence for sequence in self.running if not sequence.decoding), None)
 
     def chunk(self, sequence: Sequence) -> int:

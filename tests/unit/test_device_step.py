@@ -34,7 +34,7 @@ def test_nothing_is_read_back_before_the_step_is_done(params: SamplingParams, dr
     drafter = MTPDrafter(runner.model, "x")
     loop = make_loop(runner, drafts, [drafter], sequences=3)
     with torch.inference_mode():
-        for length in (5, 40, 70):
+        for length in (5, 40, 70):  # each joins before the next is let in
             job = Job(loop, Request(tuple(range(length)), params), drafter)
             loop.add(job.sequence)
             loop.scheduler.admit()
