@@ -347,3 +347,13 @@ def test_the_real_vocabulary_is_masked_to_its_last_id(batch_type: type[SamplerBa
         assert len(output) < 500
     assert not set(output[:-1]) & real.added_ids
     assert json.loads(b"".join(map(real.text_bytes, output)))["city"] in ("Oslo", "Lima")
+
+
+@both_ways
+def test_a_right_drafter_drafts_what_the_grammar_lets_the_target_choose(batch_type: type[SamplerBatch]) -> None:
+    params = SamplingParams(seed=4, stop_token_ids=tokenizer().eos_ids)
+    sampler = sampler_of(Grammar("regex", "[a-f]{2}[0-9]{2}[a-f]{2}"), params)
+    rows = torch.randn(1, 5, sampler.vocab, generator=torch.Generator().manual_seed(2))
+    batch = batch_type([sampler], [0])
+    drafts = torch.stack([batch.draft(rows[:, row]) for row in range(5)], -1)
+    assert batch_type([sampler], [0]).verify(rows, drafts[:, :-1]).tolist() == drafts.tolist()

@@ -159,6 +159,15 @@ def test_top_p_over_a_large_vocabulary_agrees_beyond_the_first_candidates(scale:
     assert (expected > 1024) == (scale < 1)
 
 
+def test_top_p_over_equal_tokens_keeps_exactly_its_share_of_the_lowest_ids() -> None:
+    z = np.zeros(40_000, np.float32)
+    assert choose_on_host.truncate(z, 0, 0.5, 0.0).tolist() == list(range(20_000))
+    z[30_000:] = 1.0  # e times as likely, and first
+    kept = choose_on_host.truncate(z, 0, 0.75, 0.0)
+    assert kept[-10_000:].tolist() == list(range(30_000, 40_000))
+    assert kept[:-10_000].tolist() == list(range(math.ceil(0.75 * (30_000 + 10_000 * math.e) - 10_000 * math.e)))
+
+
 @pytest.mark.parametrize("count", [1, 2, 50, 1024, 39_999, 40_000])
 def test_the_leading_ids_are_those_of_a_full_sort(count: int) -> None:
     for scale in (0.0, 1.0, 30.0):
@@ -182,6 +191,17 @@ def test_greedy_takes_the_lowest_id_of_a_tie(choose: Choose) -> None:
     z = torch.zeros(248_320)
     z[[7, 9, 200_000]] = 2.0
     assert choose(z, SamplingParams(temperature=0), range(1)) == [7]
+
+
+def test_equal_scores_go_to_the_lowest_id_on_the_host_even_against_the_likeliest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    z, noise = np.zeros(100, np.float32), np.zeros(100, np.int64)
+    z[[50, 10, 70]], noise[[50, 10, 70]] = [2, 1, 1], [1, 2, 2]
+    monkeypatch.setattr(choose_on_host, "host_words", lambda stream, counters: noise.reshape(-1, 4)[counters])
+    monkeypatch.setattr(choose_on_host, "host_gumbel", lambda words: words.astype(np.float32))
+    monkeypatch.setattr(choose_on_host, "host_noise", lambda stream, ids: noise[ids].astype(np.float32))
+    assert choose_on_host.choose(z, SamplingParams(), 0) == 10
 
 
 @both_ways
