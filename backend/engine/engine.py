@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, load: Loader, counts: SpeculationCounts) -> None:
         self._load = load
         self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
-        self._loop: Loop
+        self._loop: Loop | None = None
         self._known: dict[str, Sequence] = {}
         # Whoever ends admission holds it, so that no sequence slips in behind the drain and waits for ever.
         self._admission = threading.Lock()
@@ -75,7 +75,8 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Sequences that were submitted and do not run."""
-        return max(len(self._known) - len(self._loop.scheduler.running), 0)
+        running = len(self._loop.scheduler.running) if self._loop else 0
+        return max(len(self._known) - running, 0)
 
     def _behind_the_books(self, sequence: Sequence) -> Callable[[Emission], None]:
         """The owner's callback, called once all it will tell is counted: who hears of an end sees it in the figures."""
@@ -89,14 +90,15 @@ class Engine:
             counted = len(sequence.steps)
             if emission.finish:
                 self._known.pop(sequence.id, None)
-                self._loop.scheduler.leave(sequence)
+                if self._loop:  # it may never have been loaded
+                    self._loop.scheduler.leave(sequence)
             tell(emission)
 
         return book_and_tell
 
     def _main(self) -> None:
         try:
-            self._loop = self._load()
+            loop = self._loop = self._load()
         except BaseException as error:
             if not isinstance(error, BackendError):
                 log.exception("loading failed")
@@ -105,14 +107,15 @@ class Engine:
             self._refuse()
             return
         self._loaded.set_result(None)
-        self._run()
-        self._drain()
+        self._run(loop)
+        self._drain(loop)
 
     @torch.inference_mode()
-    def _run(self) -> None:
+    def _run(self, loop: Loop) -> None:
         while not self._closing:
             try:
-                self._turn()
+                self._receive(loop, block=not loop.busy)
+                loop.turn()
             except Exception as error:
                 log.exception("engine turn failed")
                 self._fail("the engine failed", error)
@@ -122,11 +125,7 @@ class Engine:
         with self._admission:
             self._failure = error if isinstance(error, BackendError) else BackendError(f"{what}: {error}")
 
-    def _turn(self) -> None:
-        self._receive(block=not self._loop.busy)
-        self._loop.turn()
-
-    def _receive(self, block: bool) -> None:
+    def _receive(self, loop: Loop, block: bool) -> None:
         while True:
             try:
                 sequence = self._inbox.get(block=block)
@@ -134,12 +133,12 @@ class Engine:
                 return
             block = False
             if sequence is not None:
-                self._loop.add(sequence)
+                loop.add(sequence)
 
-    def _drain(self) -> None:
+    def _drain(self, loop: Loop) -> None:
         """The engine ends: so does everything it still has."""
-        self._receive(block=False)
-        for sequence in [*self._loop.scheduler.running, *self._loop.scheduler.waiting]:
+        self._receive(loop, block=False)
+        for sequence in [*loop.scheduler.running, *loop.scheduler.waiting]:
             self._end(sequence)
 
     def _refuse(self) -> None:
