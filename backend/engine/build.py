@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 
 from backend.engine.forms import DELTA_CHUNK, GRID
@@ -20,6 +21,7 @@ def describe_build(runner: Runner, report: ProbeReport) -> dict[str, Any]:
     trunk = {shape_of(product) for part in (model.model, model.lm_head) for product in products(part)}
     return {
         "torch": torch.__version__,
+        "numpy": np.__version__,  # draws the noise on a CPU
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

@@ -98,7 +98,7 @@ class Sequence:
         if piece.stop is not None:
             self.stop_string = piece.stop
             self.finish = "stop"
-        elif token.token_id in self.eos_ids:
+        elif token.token_id in self.eos_ids or self.sampler.finished:
             self.finish = "stop"
         elif not self.remaining:
             self.finish = "length"

@@ -166,6 +166,8 @@ class Speculation:
         first = not sequence.tokens  # it comes from the prompt's last row and belongs to no step
         text, accepted = "", 0
         tokens: list[EmittedToken] = []
+        if sequence.sampler.failure:
+            raise GenerationFailed(f"the grammar cannot go on: {sequence.sampler.failure}")
         for row, token in enumerate(chosen[: len(drafts) + 1]):
             if not math.isfinite(logprobs[row]):
                 if not tokens:
