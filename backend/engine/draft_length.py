@@ -60,6 +60,7 @@ class AutoDraftLength:
         self._acceptance = _Acceptance(most)
         self._sizes: dict[int, _BatchSize] = {}
         self._credit = CREDIT
+        self._last = 0
 
     def choose(self, batch: int) -> int:
         size = self._size(batch)
@@ -77,7 +78,8 @@ class AutoDraftLength:
     def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
         size = self._size(batch)
         self._acceptance.observe(k, steps)
-        if seconds:  # 0 is a clock too coarse to tell
+        rested, self._last = k > 0 and self._last == 0, k
+        if seconds and not rested:  # 0: a clock too coarse to tell
             size.costs.observe(k, seconds)
         self._credit = min(self._credit + EXPLORATION, CREDIT)
         if size.exploring is None:
@@ -85,10 +87,11 @@ class AutoDraftLength:
         estimate, tokens, best = size.costs.estimate, self._acceptance.tokens(), size.length
         loss = estimate[k] / estimate[best] - tokens[k] / tokens[best]
         self._credit -= max(loss, 0.0 if size.repeated else LEAST_CHARGE)
-        # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
+        # A step after K = 0 also does what the drafter left undone: the next one tells. A new length is run until it is
+        # known. At K = 0 only explorations show acceptance: one that paid is repeated.
         emitted = len(steps) + sum(step.accepted for step in steps)
         paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
-        size.repeated = bool(seconds) and (paid or not size.costs.known(k))
+        size.repeated = bool(seconds) and (rested or paid or not size.costs.known(k))
         if not size.repeated:
             size.exploring = None
 
@@ -167,7 +170,7 @@ class _Costs:
 
     WINDOW = 24  # steps remembered per length
     RECENT = 800  # steps of any length after which one of more than KNOWN is forgotten
-    KNOWN = 5  # steps from which a length's median is used
+    KNOWN = 5  # steps from which a length's median is used: the first of a shape may be very slow
     SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
     LEAST_SLOPE = 0.02  # of a slot, whatever was measured
 
@@ -185,9 +188,7 @@ class _Costs:
 
     def observe(self, k: int, seconds: float) -> None:
         self._steps += 1
-        first, self.last_run[k] = not self.last_run[k], self._steps
-        if first:
-            return  # the first step of a shape allocates, compiles, records graphs
+        self.last_run[k] = self._steps
         samples = self._samples[k]
         in_use = len(samples) == self.WINDOW and self._steps - samples[0][0] < 2 * self.WINDOW
         # As dear as k + 1 plain steps never pays: dearer need not be told apart, and is mostly a disturbance.
