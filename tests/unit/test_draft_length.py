@@ -151,8 +151,8 @@ def test_a_slow_first_step_of_each_shape_is_no_measurement(rate: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_drafter_left_undone_is_not_held_against_drafting(seed: int) -> None:
-    server = Server(linear(0.4), lambda step, slot: 0.0 if step < 2000 else 0.95, undone=5.0)
-    assert server.run(AutoDraftLength(MOST), 3000, seed).over_best(2400) < 1.05
+    server = Server(linear(0.4), lambda step, slot: 0.0 if step < 1500 else 0.7, undone=1.5)
+    assert server.run(AutoDraftLength(MOST), 3000, seed).over_best(2000) < 1.05
 
 
 @pytest.mark.parametrize("seed", range(3))
