@@ -13,6 +13,9 @@ def causal_conv_silu(columns: Tensor, taps: Tensor) -> Tensor:
     Returns SiLU of the convolution, [B, T, C] in columns' dtype: W products summed in fixed order, so that a row is a
     function of its own W columns alone.
     """
-    windows = columns.float().unfold(1, len(taps), 1).transpose(-1, -2)  # [B, T, W, C]
+    first, *others = (columns.float().unfold(1, len(taps), 1) * taps.t()).unbind(-1)  # W times [B, T, C]
+    total = first
+    for product in others:  # a reduction's order would be the kernel's choice
+        total = total + product
     # The reference implementation rounds the convolution to the model's dtype before the activation.
-    return silu((windows * taps).sum(2).to(columns.dtype))
+    return silu(total.to(columns.dtype))

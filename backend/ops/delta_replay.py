@@ -173,9 +173,10 @@ def replayed_delta_rule(
 
 def _running_sum(previous: Tensor, g: Tensor) -> Tensor:
     """previous float64 [B, H, 1], g float32 [B, H, R] → G of each row [B, H, R], added strictly one after the other."""
-    if g.shape[-1] == 1:
-        return previous + g
-    return torch.cat((previous, g.double()), dim=-1).cumsum(-1)[..., 1:]
+    sums = [previous]
+    for row in g.split(1, dim=-1):  # a scan's order would be the kernel's choice
+        sums.append(sums[-1] + row)
+    return torch.cat(sums[1:], dim=-1)
 
 
 def folded(records: Records, base: int) -> Tensor:
