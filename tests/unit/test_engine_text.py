@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from backend.interface import BackendUnavailable, ChatEvent, ChatRequest, EngineStats, Result, SamplingRequest, Step
-from backend.local import LocalBackend, LocalOptions
+from backend.loading import LocalOptions
+from backend.local import LocalBackend
 from tests.checkpoints import random_small
 
 LENGTHS = (0, 1, 3, 8)
@@ -129,6 +130,27 @@ def test_chats_progress_side_by_side(backends: Backends) -> None:
     assert order.index("a") < len(order) - 1 - order[::-1].index("b")
 
 
+def test_text_is_the_same_in_company(backends: Backends) -> None:
+    """Many at once, of which some stop at a string and some are cut by their budget, with their alternatives."""
+    asked = [
+        replace(ask(seed=i, max_tokens=20 + i, top_logprobs=i % 3, stop=("e",) if i % 4 == 0 else ()), id=str(i))
+        for i in range(12)
+    ]
+
+    async def heard(backend: LocalBackend, request: ChatRequest) -> tuple[Any, ...]:
+        events: list[ChatEvent] = []
+        result = await answer(backend, request, events)
+        return *told(result), [token for event in events for token in event.tokens]
+
+    async def together(backend: LocalBackend) -> list[tuple[Any, ...]]:
+        return list(await asyncio.gather(*(heard(backend, request) for request in asked)))
+
+    alone = [backends.run(heard(backends.of[0], request)) for request in asked]
+    assert {result[4] for result in alone} == {"stop", "length"}
+    for backend in backends.of.values():
+        assert backends.run(together(backend)) == alone
+
+
 def test_a_cancelled_chat_still_yields_its_result(backends: Backends) -> None:
     backend, whole = backends.of[3], backends.each(ask())
 
@@ -170,9 +192,12 @@ def test_who_hears_of_an_end_finds_it_counted(backends: Backends) -> None:
 
     before, steps, after = backends.run(between())
     assert (after.running, after.waiting, after.kv_cache_usage) == (0, 0, 0.0)
-    assert after.drafts - before.drafts == sum(step.drafted > 0 for step in steps)
-    assert after.draft_tokens - before.draft_tokens == sum(step.drafted for step in steps)
-    assert after.accepted_tokens - before.accepted_tokens == sum(step.accepted for step in steps)
+    told, counted = before.drafters[0], after.drafters[0]
+    assert told.drafter == counted.drafter == "mtp"
+    assert counted.drafts - told.drafts == sum(step.drafted > 0 for step in steps)
+    assert counted.draft_tokens - told.draft_tokens == sum(step.drafted for step in steps)
+    assert counted.accepted_tokens - told.accepted_tokens == sum(step.accepted for step in steps)
+    assert before.drafters[1:] == after.drafters[1:]
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
