@@ -351,9 +351,10 @@ def _timings(sequence: Sequence) -> Timings:
     end = sequence.finished_at or sequence.submitted_at
     admitted = sequence.admitted_at or end
     first = sequence.first_token_at or end
+    run = len(sequence.prompt) if sequence.tokens else sequence.prefilled  # also of one that lost its place since
     return Timings(
         queue_ms=(admitted - sequence.submitted_at) * 1e3,
-        prompt_n=sequence.prefilled - sequence.cached,
+        prompt_n=max(run - sequence.cached, 0),
         prompt_ms=(first - admitted) * 1e3,
         predicted_n=len(sequence.tokens),
         predicted_ms=(end - first) * 1e3,
