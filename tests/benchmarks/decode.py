@@ -29,11 +29,14 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from backend.engine.draft_length import FixedDraftLength
+from backend.engine.loop import Loop
 from backend.engine.sampling import Sampler, SamplingParams
+from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Sequence
 from backend.engine.speculation import Speculation
 from backend.interface import BackendError, Step
-from backend.local import Loaded, LocalOptions, load
+from backend.loading import Loaded, LocalOptions, load
 from backend.models.hub import resolve_model
 from backend.text.answer import AnswerText
 from tests.checkpoints import Checkpoint, has_tiny, random_small, tiny
@@ -84,25 +87,26 @@ class Answer:
 
 
 def draftloop_answer(loaded: Loaded, draft_tokens: int, tokens: int, prompt: tuple[int, ...]) -> Answer:
-    """Greedy, by the engine's own step."""
-    engine = loaded.speculation
-    speculation = Speculation(engine.runner, engine.drafter if draft_tokens else None, draft_tokens)
+    """Greedy, by the engine's own loop."""
+    memory = loaded.loop.speculation.memory
+    speculation = Speculation(loaded.runner, memory, FixedDraftLength(draft_tokens))
+    loop = Loop(speculation, Scheduler(memory, 1, None))
     sequence = Sequence(
         id="benchmark",
         prompt=prompt,
-        sampler=Sampler(SamplingParams(temperature=0), min(loaded.config.vocab_size, loaded.tokenizer.vocab_size)),
+        sampler=Sampler(SamplingParams(temperature=0), loaded.vocab, prompt),
         max_tokens=tokens,
         eos_ids=loaded.tokenizer.eos_ids,
         text=AnswerText(loaded.tokenizer.text_bytes, ()),
         alternatives=0,
         on_emission=lambda emission: None,
+        drafter=loaded.default if draft_tokens else None,
     )
-    while sequence.in_prefill:
-        speculation.prefill(sequence)
-    began = time.perf_counter()
-    while not sequence.finish:
-        speculation.decode(sequence)
-    return Answer(len(sequence.tokens) - 1, time.perf_counter() - began, tuple(sequence.steps))
+    loop.add(sequence)
+    loop.finish()
+    if sequence.first_token_at is None or sequence.finished_at is None or sequence.finish == "error":
+        raise BackendError("the engine gave no answer; its log says why")
+    return Answer(len(sequence.tokens) - 1, sequence.finished_at - sequence.first_token_at, tuple(sequence.steps))
 
 
 class Clock:
@@ -130,7 +134,7 @@ def transformers_model(directory: Path, loaded: Loaded) -> Any:
     """The same weights, in the dtype and on the device of ours."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    runner = loaded.speculation.runner
+    runner = loaded.runner
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=runner.dtype).to(runner.device).eval()
     eos = sorted(loaded.tokenizer.eos_ids)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=eos[0])
