@@ -19,7 +19,7 @@ from backend.engine.memory import Memory
 from backend.engine.probe import find_tile
 from backend.models.config import ModelConfig
 from backend.models.layers import Linear
-from backend.ops.delta_replay import CHUNK, MAX_ROWS, RING, base_of
+from backend.ops.delta_replay import CHUNK, MAX_ROWS, RING, Window, base_of
 from backend.ops.delta_rule import chunked_delta_rule, unit_lower_inverse
 from backend.ops.linear import can_pack
 from tests.factory import Shape
@@ -172,6 +172,32 @@ def test_rows_are_bitwise_the_same_in_any_blocks_and_any_company(widths: str) ->
     expected: dict[int, tuple[Tensor, ...]] = {}
     with torch.inference_mode():
         check()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, MAX_ROWS])
+def test_a_window_says_where_every_row_of_an_answer_looks_however_long_it_is(rows: int) -> None:
+    """Record by record, over more rows than it takes for bases and ring to come round together, and far beyond."""
+    starts = [*range(CHUNK * RING + 4 * CHUNK), *range(100_000, 100_000 + 3 * RING)]
+    window = Window.at(starts, rows, heads=2, device=torch.device("cpu"))
+    assert window.padded % 4 == 0
+    reach, counted = (window.reach == 0).tolist(), window.counted.bool().tolist()
+    written, before = window.rows.view(len(starts), 2, rows).tolist(), window.previous.view(-1, 2).tolist()
+    for i, start in enumerate(starts):
+        places = [(2 * i + head) * RING for head in range(2)]
+        assert written[i] == [[place + row % RING for row in range(start, start + rows)] for place in places]
+        assert before[i] == [place + (start - 1) % RING for place in places]
+        for t, row in enumerate(range(start, start + rows)):
+            base = base_of(row)
+            own, earlier = ({r % RING for r in range(base, end)} for end in (row + 1, row))
+            assert set_of(reach[i][0][t]) == own | {(base - 1) % RING}
+            assert set_of(counted[i][0][0][t]) == own
+            assert set_of(counted[i][0][1][t]) == earlier
+            assert window.base[i, :, t].unique().tolist() == [(base - 1) % RING]
+    assert [one.tolist() for one in window.row] == window.rows.view(-1, rows).t().tolist()
+
+
+def set_of(flags: list[bool]) -> set[int]:
+    return {i for i, flag in enumerate(flags) if flag}
 
 
 def test_every_row_has_its_base_by_its_index_and_enough_records() -> None:
