@@ -51,13 +51,14 @@ class PagedRows:
         dtype: torch.dtype,
         first_key: int = 0,
     ) -> None:
-        first = torch.tensor(starts)[:, None]  # [B, 1]
-        positions = first + torch.arange(rows)  # [B, R]
-        width = pages_for(max(starts) + rows)
-        table = torch.tensor([[*pages[:width], *[0] * (width - len(pages))] for pages in tables])
-        places = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
-        self.positions = positions.to(device)
-        self.places = places.view(-1).to(device)
+        positions = [range(start, start + rows) for start in starts]
+        places = [
+            (pages[at // PAGE] if at // PAGE < len(pages) else 0) * PAGE + at % PAGE
+            for pages, row in zip(tables, positions, strict=True)
+            for at in row
+        ]
+        self.positions = torch.tensor([list(row) for row in positions], device=device)  # [B, R]
+        self.places = torch.tensor(places, device=device)
         needed = [pages_for(start + count) for start, count in zip(starts, counts, strict=True)]
         groups = config.num_attention_heads // config.num_key_value_heads
         self.reaches: list[_Reach] = []
@@ -174,10 +175,13 @@ class VerifyForm:
             if further is not None:
                 self._ahead.append((slot, further, slots.next_base(slot)))
         self._window = Window.at(first, rows, slots.heads, device)
-        index = torch.tensor(first)[:, None] + torch.arange(-slots.history, rows)  # [B, W - 1 + R]
-        ring = torch.arange(len(first))[:, None] * COLUMN_RING + index % COLUMN_RING
-        self._taps = ring.view(-1).to(device)
-        self._columns = ring[:, slots.history :].reshape(-1).to(device)
+        # Places in the ring of raw columns, of the history and of the rows themselves.
+        ring = [
+            [slot * COLUMN_RING + index % COLUMN_RING for index in range(start - slots.history, start + rows)]
+            for slot, start in enumerate(first)
+        ]
+        self._taps = torch.tensor(ring, device=device).view(-1)
+        self._columns = torch.tensor([row[slots.history :] for row in ring], device=device).view(-1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._rows.attend(self._cache, layer, q, k, v)

@@ -59,8 +59,15 @@ class Window:
     @classmethod
     def at(cls, starts: Sequence[int], rows: int, heads: int, device: torch.device) -> Window:
         """For sequences whose next rows have indices starts[i] … starts[i] + rows - 1."""
+        alike = tuple(_alike(start) for start in starts)
+        one = len(alike) == 1  # of these there are few, and every step of a lone sequence needs one
+        return _window_of_one(alike, rows, heads, device) if one else cls.of(alike, rows, heads, device)
+
+    @classmethod
+    def of(cls, starts: tuple[int, ...], rows: int, heads: int, device: torch.device) -> Window:
+        """The same for starts less than the period."""
         table = _table(rows, device)
-        first = torch.tensor([_alike(start) for start in starts], device=device)
+        first = torch.tensor(starts, device=device)
         owner = torch.arange(len(starts) * heads, device=device).view(-1, heads, 1) * RING  # [B, H, 1]
         written = owner + table.ring[first][:, None]  # [B, H, 1 + R]: the record before the first row, then theirs
         return cls(
@@ -80,6 +87,11 @@ _PERIOD = CHUNK * RING  # of everything a window says, once there are two chunks
 def _alike(index: int) -> int:
     """The least index whose window is the same."""
     return index if index < 2 * CHUNK else 2 * CHUNK + (index - 2 * CHUNK) % _PERIOD
+
+
+@cache
+def _window_of_one(starts: tuple[int, ...], rows: int, heads: int, device: torch.device) -> Window:
+    return Window.of(starts, rows, heads, device)
 
 
 @dataclass(frozen=True)
@@ -158,9 +170,9 @@ def replayed_delta_rule(
         later = torch.bmm(x.view(B, H, -1, dk)[rest.owner], rest.S).view(H, 2, window.padded, dv)
         stated[rest.owner, :, :, rest.first : R] = later[:, :, rest.first : R]
 
-    decay = exp((total[..., None] - G[:, :, None] + window.reach).float())  # [B, H, R', RING]
-    weights = keyed * decay[:, :, None] * window.counted
-    stated = stated * decay.gather(3, window.base)[:, :, None]
+    decay = exp((total[..., None] - G[:, :, None]).add_(window.reach).float())  # [B, H, R', RING]
+    weights = keyed.mul_(decay[:, :, None]).mul_(window.counted)
+    stated = stated.mul_(decay.gather(3, window.base)[:, :, None])
     b = beta.transpose(1, 2)[..., None]  # [B, H, R, 1]
     fresh = b * (v.transpose(1, 2) - stated[:, :, 1, :R])  # [B, H, R, dv]
     onto = b * weights[:, :, 1, :R]  # [B, H, R, RING]

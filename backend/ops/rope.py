@@ -5,6 +5,8 @@ Qwen3.5 interleaves three M-RoPE axes; with text all three positions are equal, 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,15 @@ def rotary_tables(positions: Tensor, rotary_dim: int, theta: float) -> Rotary:
 
     Pair i of a head turns by the angle p · theta^(-2i / rotary_dim).
     """
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
-    angles = positions[..., None].float() * (1.0 / theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    angles = (positions[..., None] * _frequencies(rotary_dim, theta, positions.device))[:, :, None]
     return cos(angles), sin(angles)
+
+
+@cache
+def _frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [rotary_dim], both halves alike."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    return (1.0 / theta**exponents).repeat(2)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
