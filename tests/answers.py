@@ -9,9 +9,24 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.servers import MODEL
+from capture.records import Generation
+from capture.store import Store
+from tests.servers import MODEL, Server
 
-OURS = ("top_k", "min_p", "chat_template_kwargs")  # parameters that the package does not know
+# Parameters that the package does not know.
+OURS = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "structured_outputs",
+    "chat_template_kwargs",
+    "drafter",
+    "cache_salt",
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,15 @@ class Answer:
         return "".join(self.pieces)
 
     @property
+    def cached(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+    @property
     def said(self) -> tuple[Any, ...]:
-        """All that must be the same whenever the same is asked; not the id, not how long it took."""
-        return self.content, self.reasoning, self.finish_reason, self.tokens, self.usage
+        """All that must be the same whenever the same is asked; not the id, not what it cost."""
+        usage = {name: value for name, value in self.usage.items() if name != "prompt_tokens_details"}
+        return self.content, self.reasoning, self.finish_reason, self.tokens, usage
 
 
 def body(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -65,6 +86,18 @@ async def streamed_async(client: openai.AsyncOpenAI, content: Any, **more: Any) 
 
 def _as_stream(content: Any, **more: Any) -> dict[str, Any]:
     return {**body(content, **more), "stream": True, "stream_options": {"include_usage": True}}
+
+
+def row_of(server: Server, answer: Answer) -> Generation:
+    """The row an answer left, read from the file while the server writes on."""
+    assert server.capture is not None
+    with Store.open(server.capture) as store:
+        return store.get(answer.row_id)
+
+
+def bits(row: Generation) -> tuple[bytes, ...]:
+    """What the engine said, to the bit: ids and float32 logprobs."""
+    return row.prompt_tokens.tobytes(), row.completion_tokens.tobytes(), row.logprobs.tobytes()
 
 
 def of_completion(completion: ChatCompletion) -> Answer:

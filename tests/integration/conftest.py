@@ -60,3 +60,19 @@ def model_server(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
     """One running `serve` on the checkpoint for every test that only asks it things."""
     with running_process(serve_command(checkpoint), tmp_path_factory.mktemp("model") / "capture.db") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
+    """The bundled model with its drafter and its prefix cache: everything that must make no difference."""
+    command = serve_command(tiny(), "--draft-tokens", "4")
+    with running_process(command, tmp_path_factory.mktemp("drafting") / "capture.db") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
+    """The bundled model one token after the other, every prompt from its start: what `drafting` must equal."""
+    command = serve_command(tiny(), "--drafter", "none", "--prefix-cache", "off")
+    with running_process(command, tmp_path_factory.mktemp("plain") / "capture.db") as server:
+        yield server

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.answers import Answer, streamed, streamed_async, whole
+from tests.answers import Answer, row_of, streamed, streamed_async, whole
 from tests.checkpoints import Checkpoint
 from tests.servers import CHAT, MODEL, ProcessServer
 
@@ -41,7 +41,8 @@ def test_streamed_and_whole_answers_are_the_same(
     assert one.id != other.id
     assert one.usage["completion_tokens"] == len(one.tokens) > 0
     assert one.timings.keys() == other.timings.keys()
-    for count in ("prompt_n", "predicted_n", "draft_n", "draft_n_accepted", "draft_n_per_pos"):
+    assert prompt_tokens(one) == prompt_tokens(other)
+    for count in ("predicted_n", "draft_n", "draft_n_accepted", "draft_n_per_pos"):
         assert one.timings[count] == other.timings[count]
 
 
@@ -57,7 +58,7 @@ def test_usage_and_text_are_those_of_the_tokenizer(
         ids = row.completion_tokens.tolist()
         assert row.prompt_tokens.tolist() == list(prompt.ids)
         assert [token for token, _, _ in answer.tokens] == [checkpoint.tokenizer.token_bytes(i) for i in ids]
-        assert answer.usage["prompt_tokens"] == len(prompt.ids) == answer.timings["prompt_n"]
+        assert answer.usage["prompt_tokens"] == len(prompt.ids) == prompt_tokens(answer)
         assert answer.usage["completion_tokens"] == len(ids) == answer.timings["predicted_n"]
         assert answer.usage["total_tokens"] == len(prompt.ids) + len(ids)
         text = b"".join(checkpoint.tokenizer.text_bytes(i) for i in ids).decode(errors="replace")
@@ -234,6 +235,6 @@ def test_an_opted_out_answer_leaves_no_row_and_is_counted(model_server: ProcessS
     assert len(model_server.rows()) == rows + 1
 
 
-def row_of(server: ProcessServer, answer: Answer) -> Any:
-    """The row an answer left, read from the file while the server writes on."""
-    return next(row for row in server.rows() if row.id == answer.row_id)
+def prompt_tokens(answer: Answer) -> int:
+    """Those that were run and those that were found in the prefix cache."""
+    return int(answer.timings["prompt_n"] + answer.timings["cache_n"])

@@ -201,10 +201,11 @@ def test_the_recent_ratio_of_a_slot_is_accepted_per_proposed(run: Run) -> None:
 
 
 def test_token_counters_grow_by_the_sums_of_the_timings(run: Run) -> None:
-    assert run.grown("prompt_tokens_total") == run.total("prompt_n")
+    assert run.grown("prompt_tokens_total") == run.total("prompt_n") + run.total("cache_n")
     assert run.grown("generation_tokens_total") == run.total("predicted_n")
     for answer in run.answers:
-        assert answer.timings["prompt_n"] == answer.usage["prompt_tokens"]
+        assert answer.timings["prompt_n"] + answer.timings["cache_n"] == answer.usage["prompt_tokens"]
+        assert answer.timings["cache_n"] == answer.cached
         assert answer.timings["predicted_n"] == answer.usage["completion_tokens"]
 
 
