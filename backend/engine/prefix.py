@@ -37,6 +37,7 @@ class PrefixCache:
         self._memory, self._budget = memory, budget
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._held: Counter[int] = Counter()  # by how many snapshots each page is held
+        self._asked: tuple[Sequence[int], str, list[bytes]] = ((), "", [])  # the last one's prompt, salt and keys
         self.bytes = 0  # of the snapshots' states
         self.queries = 0  # prompt tokens looked up
         self.hits = 0  # of them, found
@@ -106,7 +107,9 @@ class PrefixCache:
 
     def _find(self, prompt: Sequence[int], salt: str) -> Snapshot | None:
         """The longest known beginning."""
-        keys = _keys(prompt, salt)
+        if self._asked[0] is not prompt or self._asked[1] != salt:  # who waits for room asks again in every turn
+            self._asked = prompt, salt, _keys(prompt, salt)
+        keys = self._asked[2]
         for boundary in range(_last_boundary(len(prompt)), 0, -GRID):
             if snapshot := self._snapshots.get(keys[boundary // GRID]):
                 self._snapshots.move_to_end(keys[boundary // GRID])

@@ -71,6 +71,7 @@ class Speculation:
         `alone`: nothing else ran in this turn, so that the step's duration is its own.
         """
         began = time.perf_counter()
+        alone = alone and all(sequence.replayed == len(sequence.tokens) - 1 for sequence in batch)  # none runs again
         before = [len(sequence.steps) for sequence in batch]
         self.draft_tokens = self.lengths.choose(len(batch))
         blocks = self._blocks(batch, self.draft_tokens)

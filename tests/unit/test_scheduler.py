@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from backend.drafters.mtp import MTPDrafter
 from backend.engine.cache import PAGE, DeltaNetSlots
@@ -17,7 +20,8 @@ from backend.engine.runner import Runner
 from backend.engine.sampling import SamplingParams
 from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Sequence
-from backend.interface import ChatRequest, InvalidRequest, SamplingRequest
+from backend.engine.speculation import Speculation
+from backend.interface import ChatRequest, InvalidRequest, SamplingRequest, Step
 from backend.loading import GIB, LocalOptions
 from backend.local import LocalBackend, _timings
 from backend.models.config import ModelConfig
@@ -223,6 +227,39 @@ def test_drafts_after_preemption_are_those_of_an_undisturbed_sequence(runner: Ru
     assert crowded.preemptions > 0
     assert disturbed == undisturbed
     assert sum(step.accepted for outcome in disturbed for step in outcome.steps) > 20
+
+
+class Clock:
+    """Two drafts a step; keeps what it is told of their time."""
+
+    def __init__(self, log: list[object]) -> None:
+        self._log = log
+
+    def choose(self, batch: int) -> int:
+        return 2
+
+    def observe(self, batch: int, k: int, seconds: float | None, steps: Ids[Step]) -> None:
+        self._log.append(seconds)
+
+
+def test_a_step_that_runs_known_tokens_again_tells_nothing_of_the_time_of_drafts(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[object] = []
+    replay = Speculation._replay
+
+    def logged(speculation: Speculation, sequence: Sequence, rows: int, hidden: Tensor) -> None:
+        log.append("again")
+        replay(speculation, sequence, rows, hidden)
+
+    monkeypatch.setattr(Speculation, "_replay", logged)
+    house = make_loop(runner, Clock(log), pages=3, sequences=3)
+    add(house, *(request(480 + i, count=60, first=i) for i in range(3)))
+    turns(house, lambda: not house.busy)
+    after = [told for before, told in pairwise(log) if before == "again" and told != "again"]
+    assert after
+    assert set(after) == {None}
+    assert any(isinstance(told, float) for told in log)
 
 
 @pytest.fixture(scope="module")

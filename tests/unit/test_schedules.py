@@ -14,6 +14,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, count
+from typing import Literal
 
 import pytest
 import torch
@@ -191,6 +192,9 @@ def _phase(job: Job) -> str:
     return "decoding" if job.sequence.decoding else "in the prompt"
 
 
+Kind = Literal["crowd", "party", "street"]  # soon in need of pages; short and many together; anybody
+
+
 def some_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.6, 1.0, 1.5]),
@@ -207,24 +211,25 @@ def some_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def some_request(rng: random.Random, crowded: bool) -> Request:
-    """Prompts that share beginnings, about the grid's lines as well as any others; crowded: that soon need a page."""
+def some_request(rng: random.Random, kind: Kind) -> Request:
+    """Prompts that share beginnings, about the grid's lines as well as any others."""
     borders = (63, 64, 65, 128, 129, 192, 495, 504, 511, 512, 513, 576)
-    length = rng.randint(485, 503) if crowded else rng.choice([rng.randint(1, 300), rng.choice(borders)])
+    anywhere = rng.choice([rng.randint(1, 300), rng.choice(borders)])
+    length = {"crowd": rng.randint(485, 503), "party": rng.randint(1, 70), "street": anywhere}[kind]
     shared = min(rng.choice([0, 64, 130, 450, 512, length]), length)
     return Request(
         prompt=(*STREAMS[rng.randrange(2)][:shared], *STREAMS[rng.randrange(2, 6)][shared:length]),
         params=some_params(rng),
-        max_tokens=rng.choice([40, 50] if crowded else [1, 2, 9, 40, 60]),
+        max_tokens=rng.choice([1, 2, 9, 40, 60] if kind == "street" else [40, 60]),
         eos=rng.choice([frozenset(), frozenset(), frozenset({5}), frozenset({1, 2, 3})]),
         stops=rng.choice([(), (), (chr(0x107) + chr(0x109), chr(0x10B))]),
     )
 
 
-def some_arrival(rng: random.Random, crowded: bool) -> Arrival:
+def some_arrival(rng: random.Random, kind: Kind) -> Arrival:
     return Arrival(
-        gap=rng.choice([0, 0, 1, 7] if crowded else [0, 0, 0, 1, 2, 30]),
-        request=some_request(rng, crowded),
+        gap=rng.choice([0, 0, 0, 1, 2, 30] if kind == "street" else [0, 0, 1, 7]),
+        request=some_request(rng, kind),
         drafter=rng.choice(["none", "mtp", "mtp", "prediction", "scripted"]),
         salt=rng.choice(["", "", "", "another"]),
         last_turn=rng.choice([0, 64, 100, 300]),
@@ -234,13 +239,13 @@ def some_arrival(rng: random.Random, crowded: bool) -> Arrival:
 
 
 def some_schedule(rng: random.Random, arrivals: int) -> Schedule:
-    crowded = rng.random() < 0.5
+    kind: Kind = rng.choice(["crowd", "crowd", "party", "street"])
     return Schedule(
-        pages=rng.choice([2, 3, 4, 5] if crowded else [2, 4, 6, 12]),
+        pages=rng.choice({"crowd": [2, 3, 4, 5], "party": [6, 12], "street": [2, 4, 12]}[kind]),
         sequences=rng.randint(1, 6),
         snapshots=rng.choice([None, 0, 1, 2, 3, 100, 100]),
         lengths=tuple(rng.choices(range(9), k=rng.randint(1, 5))),
-        arrivals=tuple(some_arrival(rng, crowded) for _ in range(arrivals)),
+        arrivals=tuple(some_arrival(rng, kind) for _ in range(arrivals)),
     )
 
 
@@ -312,7 +317,7 @@ def crowd(seed: int, salt_of: Callable[[int], str]) -> Schedule:
     for i in range(8):
         length, shared = rng.randint(485, 503) if i % 4 else rng.randint(140, 200), rng.choice([128, 450])
         request = replace(
-            some_request(rng, True),
+            some_request(rng, "crowd"),
             prompt=(*STREAMS[0][: min(shared, length)], *STREAMS[2 + i % 4][min(shared, length) : length]),
             max_tokens=30,
             eos=frozenset(),
