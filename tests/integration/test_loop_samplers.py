@@ -163,7 +163,7 @@ def test_min_p_of_one_leaves_the_best_alone(ask_both: Ask) -> None:
     assert ask_both(UNSURE, **HOT).ids != greedy.ids
 
 
-@pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}])
+@pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}])
 def test_truncated_sampling_takes_none_but_the_leading(ask_both: Ask, truncation: dict[str, Any]) -> None:
     asked = {
         **SAMPLED,
