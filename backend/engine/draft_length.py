@@ -16,7 +16,7 @@ from backend.interface import Step
 
 EXPLORATION = 0.01  # steps' worth of time per step that may be lost to other lengths than the best known
 CREDIT = 4.0  # steps' worth that may be lost at once
-LEAST_CHARGE = 0.5  # what an exploration counts as losing at least, so that the length changes rarely
+LEAST_CHARGE = 0.25  # what an exploration counts as losing at least, so that the length changes rarely
 HYSTERESIS = 0.01  # gain in tokens per second below which the length stays
 
 
@@ -61,44 +61,45 @@ class AutoDraftLength:
         self._sizes: dict[int, _BatchSize] = {}
         self._credit = CREDIT
         self._last = 0
+        self._number = 0  # of the step
 
     def choose(self, batch: int) -> int:
         size = self._size(batch)
         if size.exploring is not None:
             return size.exploring
-        known, tokens = size.costs.known, self._acceptance.tokens()
-        rates = _rates(tokens, size.costs.estimate)
-        best = rates.index(max(rates))
-        if rates[best] > rates[size.length] * (1 + HYSTERESIS) and (known(size.length) or known(best)):
+        costs, tokens = size.costs, self._acceptance.tokens()
+        rates = _rates(tokens, costs.estimate)
+        best = max((k for k in range(self.most + 1) if k == size.length or costs.known(k)), key=rates.__getitem__)
+        if rates[best] > rates[size.length] * (1 + HYSTERESIS):
             size.length = best
-        elif known(size.length) and self._credit > 0:
-            size.exploring = self._worth_exploring(size, _rates(tokens, size.costs.hoped()))
+        if costs.known(size.length) and self._credit > 0:
+            size.exploring = self._worth_exploring(size, _rates(tokens, costs.hoped()))
         return size.length if size.exploring is None else size.exploring
 
     def observe(self, batch: int, k: int, seconds: float | None, steps: Sequence[Step]) -> None:
         size = self._size(batch)
+        self._number += 1
         self._acceptance.observe(k, steps)
         rested, self._last = k > 0 and self._last == 0, k
-        if seconds and not rested:  # 0: a clock too coarse to tell
-            size.costs.observe(k, seconds)
+        # 0: a clock too coarse to tell. A step after K = 0 also does what the drafter left undone: the next one tells.
+        measured = not rested and bool(seconds) and size.costs.observe(self._number, k, seconds or 0.0)
         self._credit = min(self._credit + EXPLORATION, CREDIT)
         if size.exploring is None:
             return
         estimate, tokens, best = size.costs.estimate, self._acceptance.tokens(), size.length
         loss = estimate[k] / estimate[best] - tokens[k] / tokens[best]
         self._credit -= max(loss, 0.0 if size.repeated else LEAST_CHARGE)
-        # A step after K = 0 also does what the drafter left undone: the next one tells. A new length is run until it is
-        # known. At K = 0 only explorations show acceptance: one that paid is repeated.
+        # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
         emitted = len(steps) + sum(step.accepted for step in steps)
         paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
-        size.repeated = bool(seconds) and (rested or paid or not size.costs.known(k))
+        size.repeated = bool(seconds) and (rested or paid or (measured and not size.costs.known(k)))
         if not size.repeated:
             size.exploring = None
 
     def _worth_exploring(self, size: _BatchSize, hoped: list[float]) -> int | None:
         """The one run longest ago of the neighbours and of what would be best if it cost as little as may be."""
         lengths = {size.length - 1, size.length + 1, hoped.index(max(hoped))} - {size.length, -1, self.most + 1}
-        return min(lengths, key=lambda k: (size.costs.last_run[k], k), default=None)
+        return min(lengths, key=lambda k: (size.costs.last_run[k], -hoped[k]), default=None)
 
     def _size(self, batch: int) -> _BatchSize:
         rounded = 1 << (batch - 1).bit_length()
@@ -162,48 +163,46 @@ class _Acceptance:
 
 
 class _Costs:
-    """Cost of a step for each draft length at one batch size: medians of its recent steps, about a fitted line.
+    """Cost of a step for each draft length at one batch size: medians about a fitted line.
 
-    In no unit: only ratios matter. Steps of the length in use show when the whole machine changes pace (other load,
-    longer contexts); costs are kept relative to that pace, so that those of lengths not run follow.
+    In no unit: only ratios matter, and only steps close to each other in time are compared, for the machine may change
+    its pace at any moment (other load, longer contexts). A step is measured against those of another length just before.
     """
 
-    WINDOW = 24  # steps remembered per length
-    RECENT = 800  # steps of any length after which one of more than KNOWN is forgotten
-    KNOWN = 5  # steps from which a length's median is used: the first of a shape may be very slow
+    WINDOW = 24  # measurements remembered per length
+    KNOWN = 5  # measurements from which a length's median is used: the first of a shape may be very slow
+    CLOSE = 12  # steps
+    COMPARED = 3  # steps at least that one is compared with
     SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
     LEAST_SLOPE = 0.02  # of a slot, whatever was measured
 
     def __init__(self, most: int) -> None:
         self.estimate = [1.0 + self.SLOPE * k for k in range(most + 1)]  # for K = 0 … most
-        self.last_run = [0] * (most + 1)  # the number of the step; 0: never
-        self._steps = 0
-        self._pace = 1.0  # seconds per unit of cost
+        self.last_run = [-1] * (most + 1)  # the number of the step
         self._slope = self.SLOPE
-        self._samples: list[deque[tuple[int, float]]] = [deque(maxlen=self.WINDOW) for _ in range(most + 1)]
-        self._medians = [0.0] * (most + 1)
+        self._close: deque[tuple[int, int, float]] = deque()  # the last steps: number, length, seconds
+        self._samples: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(most + 1)]
 
     def known(self, k: int) -> bool:
         return len(self._samples[k]) >= self.KNOWN
 
-    def observe(self, k: int, seconds: float) -> None:
-        self._steps += 1
-        self.last_run[k] = self._steps
-        samples = self._samples[k]
-        in_use = len(samples) == self.WINDOW and self._steps - samples[0][0] < 2 * self.WINDOW
-        # As dear as k + 1 plain steps never pays: dearer need not be told apart, and is mostly a disturbance.
-        ceiling = 1.1 * (k + 1) * self._medians[0] if k and self.known(0) else float("inf")
-        samples.append((self._steps, min(seconds / self._pace, ceiling)))
-        while len(samples) > self.KNOWN and self._steps - samples[0][0] > self.RECENT:
-            samples.popleft()
-        median = median_low([cost for _, cost in samples])
-        if in_use:
-            change = median / self._medians[k]
-            self._pace *= change
-            self._samples[k] = deque(((step, cost / change) for step, cost in samples), self.WINDOW)
-        else:
-            self._medians[k] = median
+    def observe(self, number: int, k: int, seconds: float) -> bool:
+        self.last_run[k] = number
+        while self._close and number - self._close[0][0] > self.CLOSE:
+            self._close.popleft()
+        other = next((length for _, length, _ in reversed(self._close) if length != k), None)
+        before = [taken for _, length, taken in self._close if length == other]
+        self._close.append((number, k, seconds))
+        if len(before) >= self.COMPARED and other is not None:
+            # As dear as k + 1 plain steps never pays: dearer need not be told apart, and is mostly a disturbance.
+            cost = seconds / median_low(before) * self.estimate[other]
+            self._samples[k].append(min(cost, 1.1 * (k + 1) * self.estimate[0]) if k else cost)
             self._fit()
+            return True
+        if not k and not self.known(0):
+            self._samples[0].append(1.0)
+            return True
+        return False
 
     def hoped(self) -> list[float]:
         """The estimate, but with half the slope from a known length on to lengths that are not."""
@@ -214,16 +213,17 @@ class _Costs:
 
     def _fit(self) -> None:
         """Least squares of a + b·k over known lengths, b drawn to SLOPE·a; a known one keeps its deviation."""
+        medians = [median_low(samples) if samples else 0.0 for samples in self._samples]
         weights = [min(len(samples), 8) * self.known(k) for k, samples in enumerate(self._samples)]
         if not any(weights):
             return
         # a, b = argmin Σ w (median - a - b k)² + (b - SLOPE a)²
         aa, ab, bb, am, bm = self.SLOPE**2, -self.SLOPE, 1.0, 0.0, 0.0
-        for k, (w, median) in enumerate(zip(weights, self._medians, strict=True)):
+        for k, (w, median) in enumerate(zip(weights, medians, strict=True)):
             aa, ab, bb = aa + w, ab + w * k, bb + w * k * k
             am, bm = am + w * median, bm + w * k * median
         determinant = aa * bb - ab * ab
         a, self._slope = (bb * am - ab * bm) / determinant, (aa * bm - ab * am) / determinant
         line = [a + self._slope * k for k in range(len(weights))]
-        costs = [at + (m - at) * w / (w + 1) for at, m, w in zip(line, self._medians, weights, strict=True)]
+        costs = [at + (m - at) * w / (w + 1) for at, m, w in zip(line, medians, weights, strict=True)]
         self.estimate = [max(cost, costs[0] * (1 + self.LEAST_SLOPE * k)) for k, cost in enumerate(costs)]

@@ -152,7 +152,10 @@ class Engine:
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        if self._failure:
-            sequence.end("error", str(self._failure))
-        else:
-            sequence.end("cancelled")
+        try:
+            if self._failure:
+                sequence.end("error", str(self._failure))
+            else:
+                sequence.end("cancelled")
+        except Exception:  # whoever comes after it is to be told all the same
+            log.exception("the owner of sequence %s could not be told of its end", sequence.id)

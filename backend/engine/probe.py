@@ -25,7 +25,8 @@ _MOST_ROWS = 192  # sixteen sequences of nine rows, and some
 _LARGE = 2**26  # elements of a weight for which fewer row counts are tried
 _CUDA_TILE = RowTile(rows=64, fixed=True)
 _PROMPT = (1, 2, 3, 5, 8)
-_TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8)
+_TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
+_SINGLE, _GROUPED = (9, 9, *[1] * 14), (9, 9, 2, 5, 3, 4)  # over a move of the recurrence's base, which is at row 22
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def probe(runner: Runner) -> ProbeReport:
         if shape not in tiles:
             tiles[shape] = find_tile(product)
         product.tile = tiles[shape]
-    return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, (2, 3, 5)))
+    return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, _SINGLE, _GROUPED))
 
 
 def shape_of(product: Linear | Joined) -> str:
@@ -150,8 +151,10 @@ def attention_rows_agree(runner: Runner) -> bool:
     return first and all(torch.equal(attend(4, count, KEY_BLOCK)[:, 1:2], later) for count in range(2, MAX_ROWS + 1))
 
 
-def blocks_agree(runner: Runner, prompt: Sequence[int], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
-    """Do the logits of forced tokens come out bitwise equal in blocks of one row and in blocks of these sizes?"""
-    single = torch.cat([logits for logits, _ in runner.force(prompt, tokens, 1)])
-    grouped = torch.cat([logits for logits, _ in runner.force(prompt, tokens, blocks)])
+def blocks_agree(
+    runner: Runner, prompt: Sequence[int], tokens: Sequence[int], one: Sequence[int], other: Sequence[int]
+) -> bool:
+    """Do the logits of forced tokens come out bitwise equal in blocks of one and of other sizes?"""
+    single = torch.cat([logits for logits, _ in runner.force(prompt, tokens, one)])
+    grouped = torch.cat([logits for logits, _ in runner.force(prompt, tokens, other)])
     return torch.equal(single, grouped)

@@ -90,10 +90,10 @@ class Sequence:
         """Take the token at position `length`; sets `finish` if it ends the sequence. Returns text now certain."""
         if not self.tokens:
             self.first_token_at = time.monotonic()
-        self.tokens.append(token.token_id)
         self.sampler.accept(token.token_id)
-        self.logprobs.append(token.logprob)
         piece = self.text.push(token.token_id)
+        self.tokens.append(token.token_id)
+        self.logprobs.append(token.logprob)
         text = piece.text
         if piece.stop is not None:
             self.stop_string = piece.stop

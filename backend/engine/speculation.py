@@ -78,6 +78,8 @@ class Speculation:
         logits, hidden, chosen, chosen_logprobs = self._verify(batch, blocks)
         given, told, logprobs = _read(blocks.tokens, chosen, chosen_logprobs)
         for i, sequence in enumerate(batch):
+            if sequence.finish:  # its sampling failed
+                continue
             if sequence.replayed < len(sequence.tokens) - 1:
                 self._replay(sequence, blocks.counts[i], hidden[i])
                 continue
@@ -85,7 +87,7 @@ class Speculation:
             try:
                 self._emit(sequence, logits[i], hidden[i], told[i], logprobs[i], drafts, blocks.sources[i])
             except Exception as error:
-                # A fault in one sequence's sampling or text is its own failure; the others' states are their own.
+                # A fault in one sequence's text is its own failure; the others' states are their own.
                 fail(sequence, error)
         seconds = time.perf_counter() - began if alone else None
         outcomes = [step for sequence, n in zip(batch, before, strict=True) for step in sequence.steps[n:]]
@@ -99,8 +101,7 @@ class Speculation:
         places = [sequence.place for sequence in batch if sequence.place]
         starts = [sequence.held for sequence in batch]
         logits, hidden = self.runner.verify(self.memory, places, blocks.tokens, blocks.counts, starts)
-        samplers = SamplerBatch([sequence.sampler for sequence in batch], [start + 1 for start in starts])
-        chosen = samplers.verify(logits, blocks.tokens[:, 1:])
+        chosen = _chosen(batch, starts, logits, blocks.tokens[:, 1:])
         return logits, hidden, chosen, _logprobs(logits, chosen)
 
     def _blocks(self, batch: Sequence[Running], most: int) -> _Blocks:
@@ -128,8 +129,12 @@ class Speculation:
             drafter = some[0].drafter
             assert drafter is not None
             samplers = SamplerBatch([s.sampler for s in some], [s.length for s in some])
-            proposal = drafter.propose([s.draft_state for s in some], [limits[i] for i in members], samplers.draft)
-            proposals.append((members, proposal))
+            states = [s.draft_state for s in some]
+            try:
+                proposals.append((members, drafter.propose(states, [limits[i] for i in members], samplers.draft)))
+            except Exception:
+                for sequence in some:
+                    _go_on_without_drafts(sequence)
         counts = [len(block) for block in blocks]
         for members, proposal in proposals:
             for i, count in zip(members, proposal.counts, strict=True):
@@ -148,7 +153,10 @@ class Speculation:
 
     def _observe(self, sequence: Running, tokens: Sequence[int], hidden: Tensor) -> None:
         if sequence.drafter:
-            sequence.drafter.observe(sequence.draft_state, tokens, hidden)
+            try:
+                sequence.drafter.observe(sequence.draft_state, tokens, hidden)
+            except Exception:
+                _go_on_without_drafts(sequence)
 
     def _emit(
         self,
@@ -167,22 +175,22 @@ class Speculation:
         first = not sequence.tokens  # it comes from the prompt's last row and belongs to no step
         text, accepted = "", 0
         tokens: list[EmittedToken] = []
-        if sequence.sampler.failure:
-            raise GenerationFailed(f"the grammar cannot go on: {sequence.sampler.failure}")
+        fault: Exception | None = None
         for row, token in enumerate(chosen[: len(drafts) + 1]):
-            if not math.isfinite(logprobs[row]):
-                if not tokens:
-                    raise GenerationFailed("the model produced logits that are not finite")
-                break  # what was chosen before it is told first; the next step meets the same row and fails there
-            best = _alternatives(logits[row], sequence.alternatives)
-            tokens.append(EmittedToken(token, logprobs[row], best))
-            text += sequence.append(tokens[-1])
+            try:
+                best = _alternatives(logits[row], sequence.alternatives)
+                emitted = _checked(sequence, EmittedToken(token, logprobs[row], best))
+                text += sequence.append(emitted)
+            except Exception as error:
+                fault = error
+                break
+            tokens.append(emitted)
             matched = row < len(drafts) and token == drafts[row]
             accepted += matched
             if sequence.finish or not matched:
                 break
         ids = [token.token_id for token in tokens]
-        if not first:
+        if not first and tokens:
             # Slots past the token that ended the sequence were neither proposed nor accepted; rejected ones were.
             proposed = min(len(drafts), len(tokens)) if sequence.finish else len(drafts)
             sequence.steps.append(Step(proposed, accepted))
@@ -190,9 +198,19 @@ class Speculation:
             sequence.replayed += len(ids)
         if sequence.prediction:
             sequence.prediction.extend(ids)
-        if not sequence.finish:
+        if not (sequence.finish or fault):
             self._observe(sequence, ids, hidden[: len(ids)])
-        sequence.on_emission(Emission(text, tuple(tokens), sequence.finish))
+        if tokens:
+            sequence.on_emission(Emission(text, tuple(tokens), sequence.finish))
+        if fault:  # what came before it has been told
+            raise fault
+
+
+def _go_on_without_drafts(sequence: Running) -> None:
+    """Its drafter has failed. Drafts only ever save time: without them the same tokens come."""
+    assert sequence.drafter is not None
+    log.exception("drafter %s failed; sequence %s goes on without it", sequence.drafter.name, sequence.id)
+    sequence.drafter = None
 
 
 def fail(sequence: Running, error: Exception) -> None:
@@ -202,6 +220,30 @@ def fail(sequence: Running, error: Exception) -> None:
     else:
         log.error("sequence %s failed", sequence.id, exc_info=error)
         sequence.end("error", f"{type(error).__name__}: {error}")
+
+
+def _chosen(batch: Sequence[Running], starts: Sequence[int], logits: Tensor, drafts: Tensor) -> Tensor:
+    """The target's tokens int64 [B, R]. A fault in one sequence's sampling ends it and nobody else."""
+    positions = [start + 1 for start in starts]
+    try:
+        return SamplerBatch([sequence.sampler for sequence in batch], positions).verify(logits, drafts)
+    except Exception:
+        chosen = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+        for i, sequence in enumerate(batch):
+            try:
+                alone = SamplerBatch([sequence.sampler], positions[i : i + 1])
+                chosen[i] = alone.verify(logits[i : i + 1], drafts[i : i + 1])[0]
+            except Exception as error:
+                fail(sequence, error)
+        return chosen
+
+
+def _checked(sequence: Running, token: EmittedToken) -> EmittedToken:
+    if sequence.sampler.failure:
+        raise GenerationFailed(f"the grammar cannot go on: {sequence.sampler.failure}")
+    if not math.isfinite(token.logprob):
+        raise GenerationFailed("the model produced logits that are not finite")
+    return token
 
 
 def _logprobs(logits: Tensor, chosen: Tensor) -> Tensor:

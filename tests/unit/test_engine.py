@@ -355,6 +355,72 @@ def test_a_fault_in_one_sequence_ends_that_one_alone(
     assert holds_nothing(loop)
 
 
+class BrokenSampler(Sampler):
+    """Cannot choose after `at` tokens."""
+
+    at = 3
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        if self.count >= self.at:
+            raise ZeroDivisionError("by design")
+        return logits
+
+
+def test_a_fault_in_one_sequences_sampling_ends_that_one_alone(runner: Runner, stage: Stage) -> None:
+    good, bad, other = (Client(name, max_tokens=8, seed=i) for i, name in enumerate(("good", "bad", "other")))
+    bad.sequence.sampler = BrokenSampler(SamplingParams(seed=1), SHAPE.vocab, bad.prompt)
+    loop = plain(runner)
+    engine = stage.run(loop, good, bad, other)
+    assert (bad.wait().finish, bad.emissions[-1].error) == ("error", "ZeroDivisionError: by design")
+    assert tuple(bad.sequence.tokens) == decode(runner, None, 0, [bad.request])[0].tokens[: BrokenSampler.at]
+    assert bad.outcome[0] == tuple(bad.sequence.tokens)
+    for client in (good, other):
+        client.wait()
+        assert client.outcome == decode(runner, None, 0, [client.request])[0].seen
+    engine.close()
+    assert holds_nothing(loop)
+
+
+@pytest.mark.parametrize("hit_rate", [0.0, 1.0])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_fault_inside_a_block_ends_it_after_the_same_tokens_for_any_draft_length(
+    runner: Runner, stage: Stage, at: int, hit_rate: float
+) -> None:
+    a = Client("a", PROMPT, max_tokens=12)
+    told = decode(runner, None, 0, [a.request])[0].tokens
+    b = Client("b", PROMPT, max_tokens=12, drafter=scripted(a.request, told, hit_rate))
+    for client, drafts in ((a, 0), (b, 4)):
+        client.sequence.text = BrokenText(at)
+        stage.run(plain(runner, draft_tokens=drafts), client)
+        assert client.wait().error == "ZeroDivisionError: by design"
+        assert client.outcome[0] == told[:at]  # those that were emitted, and no more
+    assert a.outcome == b.outcome
+
+
+@pytest.mark.parametrize("what", ["propose", "observe"])
+def test_a_drafter_that_fails_costs_its_drafts_and_no_token(
+    runner: Runner, stage: Stage, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = Client("a", PROMPT, max_tokens=12)
+    told = decode(runner, None, 0, [a.request])[0]
+    drafter = scripted(a.request, told.tokens, 1.0)
+
+    def broken(*given: Any) -> Any:
+        raise ZeroDivisionError("by design")
+
+    setattr(drafter, what, broken)
+    b = Client("b", PROMPT, max_tokens=12, drafter=drafter)
+    stage.run(plain(runner, draft_tokens=4), b)
+    b.wait()
+    assert b.outcome == told.seen
+    assert not any(step.drafted for step in b.sequence.steps)
+    assert "by design" in caplog.text
+
+
 def test_a_fault_of_a_prompts_forward_ends_that_one_alone(
     runner: Runner, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
