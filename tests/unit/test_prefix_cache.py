@@ -88,11 +88,11 @@ class House:
     def ask(self, *requests: Request, mtp: bool = True, salt: str = "", turn: int = 0) -> list[Sequence]:
         """All at once; they have ended when this returns, each as it would have alone without a cache."""
         jobs = [Job(self.loop, request, self.mtp if mtp else None, salt, last_turn=turn) for request in requests]
+        self.mtp.drafts.clear()
         self.finish(*jobs)
         return [job.sequence for job in jobs]
 
     def finish(self, *jobs: Job) -> None:
-        self.mtp.drafts.clear()
         with torch.inference_mode():
             for job in jobs:
                 if job.sequence.place is None:
