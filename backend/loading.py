@@ -118,7 +118,7 @@ def load(options: LocalOptions) -> Loaded:
         weights=loaded.weights,
         tokenizer=tokenizer.fingerprint,
         chat_template=tokenizer.template_fingerprint,
-        drafter=default.fingerprint if default else loaded.drafter,
+        drafter=default.fingerprint if default else "none",
         build=build_string(build),
     )
     prefix = PrefixCache(memory, snapshots) if options.prefix_cache else None

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from backend.drafters.prediction import PredictionState
@@ -325,7 +326,9 @@ class _Answer:
             },
             drafter=sequence.drafter.name if sequence.drafter else "none",
             steps=tuple(sequence.steps),
-            fingerprints=self._loaded.fingerprints,
+            fingerprints=replace(
+                self._loaded.fingerprints, drafter=sequence.drafter.fingerprint if sequence.drafter else "none"
+            ),
             timings=_timings(sequence),
             content="".join(self._content),
             reasoning="".join(self._reasoning),
