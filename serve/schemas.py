@@ -22,7 +22,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOKEN_ID = 2**31 - 1  # a vocabulary's real end is the backend's to know
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT64_MIN, INT64_MAX, UINT64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 # Parameters that OpenAI or vLLM know and we do not serve yet, each with the values that ask for nothing.
@@ -148,7 +148,8 @@ class ChatCompletionRequest(RequestModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None  # -1 and 0: every token stays
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    # Any 64 bits, signed as clients send them or unsigned as rows keep them: modulo 2**64 they are the same seed.
+    seed: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
     stop: (
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(_stops)]
         | None

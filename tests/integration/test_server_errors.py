@@ -40,7 +40,7 @@ OUT_OF_RANGE = [
     ("top_k", -2),
     ("min_p", -0.1),
     ("min_p", 1.5),
-    ("seed", 2**63),
+    ("seed", 2**64),
     ("seed", -(2**63) - 1),
     ("max_tokens", 0),
     ("max_completion_tokens", -1),
