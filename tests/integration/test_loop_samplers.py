@@ -165,12 +165,8 @@ def test_min_p_of_one_leaves_the_best_alone(ask_both: Ask) -> None:
 
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}])
 def test_truncated_sampling_takes_none_but_the_leading(ask_both: Ask, truncation: dict[str, Any]) -> None:
-    asked = {
-        **SAMPLED,
-        "temperature": 1,
-        "top_logprobs": 64,
-        "ignore_eos": True,
-    }  # at 1 the logprobs are what is truncated
+    # At temperature 1 the logprobs are what is truncated.
+    asked = {**SAMPLED, "temperature": 1, "seed": 8, "top_logprobs": 64, "ignore_eos": True}
 
     def kept(spelled: bytes, logprob: float, alternatives: tuple[tuple[bytes, float], ...]) -> bool:
         better = [other for _, other in alternatives if other > logprob]
