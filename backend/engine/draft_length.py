@@ -15,8 +15,9 @@ from typing import Protocol
 from backend.interface import Step
 
 EXPLORATION = 0.01  # steps' worth of time per step that may be lost to other lengths than the best known
-CREDIT = 4.0  # steps' worth that may be lost at once
+CREDIT = 6.0  # steps' worth that may be lost at once
 LEAST_CHARGE = 0.25  # what an exploration counts as losing at least, so that the length changes rarely
+PAUSE = 8  # steps between explorations, to compare with and so that a disturbance does not meet them all
 HYSTERESIS = 0.01  # gain in tokens per second below which the length stays
 
 
@@ -71,8 +72,8 @@ class AutoDraftLength:
         rates = _rates(tokens, costs.estimate)
         best = max((k for k in range(self.most + 1) if k == size.length or costs.known(k)), key=rates.__getitem__)
         if rates[best] > rates[size.length] * (1 + HYSTERESIS):
-            size.length = best
-        if costs.known(size.length) and self._credit > 0:
+            size.before, size.length = size.length, best
+        if self._credit > 0 and self._number >= size.pause_until and costs.known(size.length):
             size.exploring = self._worth_exploring(size, _rates(tokens, costs.hoped()))
         return size.length if size.exploring is None else size.exploring
 
@@ -82,19 +83,23 @@ class AutoDraftLength:
         self._acceptance.observe(k, steps)
         rested, self._last = k > 0 and self._last == 0, k
         # 0: a clock too coarse to tell. A step after K = 0 also does what the drafter left undone: the next one tells.
-        measured = not rested and bool(seconds) and size.costs.observe(self._number, k, seconds or 0.0)
+        measured = (
+            not rested
+            and bool(seconds)
+            and size.costs.observe(self._number, k, seconds or 0.0, size.before if k == size.length else size.length)
+        )
         self._credit = min(self._credit + EXPLORATION, CREDIT)
         if size.exploring is None:
             return
         estimate, tokens, best = size.costs.estimate, self._acceptance.tokens(), size.length
         loss = estimate[k] / estimate[best] - tokens[k] / tokens[best]
-        self._credit -= max(loss, 0.0 if size.repeated else LEAST_CHARGE)
+        self._credit = max(self._credit - max(loss, 0.0 if size.repeated else LEAST_CHARGE), -CREDIT)
         # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
         emitted = len(steps) + sum(step.accepted for step in steps)
         paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
         size.repeated = bool(seconds) and (rested or paid or (measured and not size.costs.known(k)))
         if not size.repeated:
-            size.exploring = None
+            size.exploring, size.pause_until = None, self._number + PAUSE
 
     def _worth_exploring(self, size: _BatchSize, hoped: list[float]) -> int | None:
         """The one run longest ago of the neighbours and of what would be best if it cost as little as may be."""
@@ -118,7 +123,9 @@ class _BatchSize:
 
     costs: _Costs
     length: int = 0  # the best known
+    before: int = 0  # the one in use before
     exploring: int | None = None
+    pause_until: int = 0  # the number of a step
     repeated: bool = False  # the exploration under way is past its first step
 
 
@@ -166,43 +173,54 @@ class _Costs:
     """Cost of a step for each draft length at one batch size: medians about a fitted line.
 
     In no unit: only ratios matter, and only steps close to each other in time are compared, for the machine may change
-    its pace at any moment (other load, longer contexts). A step is measured against those of another length just before.
+    its pace at any moment (other load, longer contexts). A step is measured against those of another
+    length just before it.
     """
 
-    WINDOW = 24  # measurements remembered per length
-    KNOWN = 5  # measurements from which a length's median is used: the first of a shape may be very slow
+    RUNS = 24  # remembered per length
+    KNOWN = 5  # steps from which a length's median is used: the first of a shape may be very slow
     CLOSE = 12  # steps
     COMPARED = 3  # steps at least that one is compared with
+    FORGOTTEN = 4000  # steps after which a length not run since is no longer known
     SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
     LEAST_SLOPE = 0.02  # of a slot, whatever was measured
 
     def __init__(self, most: int) -> None:
         self.estimate = [1.0 + self.SLOPE * k for k in range(most + 1)]  # for K = 0 … most
-        self.last_run = [-1] * (most + 1)  # the number of the step
+        self.last_run = [0] * (most + 1)  # of this batch size's steps; 0: never
+        self._steps = 0
         self._slope = self.SLOPE
         self._close: deque[tuple[int, int, float]] = deque()  # the last steps: number, length, seconds
-        self._samples: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(most + 1)]
+        # Steps of one length in a row are one measurement: whatever disturbs one of them disturbs them all.
+        self._runs: list[deque[list[float]]] = [deque(maxlen=self.RUNS) for _ in range(most + 1)]
 
     def known(self, k: int) -> bool:
-        return len(self._samples[k]) >= self.KNOWN
+        return sum(map(len, self._runs[k])) >= self.KNOWN
 
-    def observe(self, number: int, k: int, seconds: float) -> bool:
-        self.last_run[k] = number
+    def observe(self, number: int, k: int, seconds: float, base: int) -> bool:
+        """Step `number` of all: measured, if it can be, against steps of `base`, the length in use; whether it was."""
+        self._steps += 1
+        self.last_run[k] = self._steps
         while self._close and number - self._close[0][0] > self.CLOSE:
             self._close.popleft()
-        other = next((length for _, length, _ in reversed(self._close) if length != k), None)
-        before = [taken for _, length, taken in self._close if length == other]
+        goes_on = bool(self._close) and self._close[-1][1] == k
+        before = [taken for _, length, taken in self._close if length == base]
         self._close.append((number, k, seconds))
-        if len(before) >= self.COMPARED and other is not None:
+        if k != base and len(before) >= self.COMPARED:
             # As dear as k + 1 plain steps never pays: dearer need not be told apart, and is mostly a disturbance.
-            cost = seconds / median_low(before) * self.estimate[other]
-            self._samples[k].append(min(cost, 1.1 * (k + 1) * self.estimate[0]) if k else cost)
-            self._fit()
-            return True
-        if not k and not self.known(0):
-            self._samples[0].append(1.0)
-            return True
-        return False
+            cost = seconds / median_low(before) * self.estimate[base]
+            cost = min(cost, 1.1 * (k + 1) * self.estimate[0]) if k else cost
+        elif k or self.known(0) or any(self._runs[1:]):
+            return False
+        else:
+            cost = 1.0  # the unit
+        runs = self._runs[k]
+        if goes_on and runs:
+            runs[-1].append(cost)
+        else:
+            runs.append([cost])
+        self._fit()
+        return True
 
     def hoped(self) -> list[float]:
         """The estimate, but with half the slope from a known length on to lengths that are not."""
@@ -213,8 +231,11 @@ class _Costs:
 
     def _fit(self) -> None:
         """Least squares of a + b·k over known lengths, b drawn to SLOPE·a; a known one keeps its deviation."""
-        medians = [median_low(samples) if samples else 0.0 for samples in self._samples]
-        weights = [min(len(samples), 8) * self.known(k) for k, samples in enumerate(self._samples)]
+        for runs, last in zip(self._runs, self.last_run, strict=True):
+            if self._steps - last > self.FORGOTTEN:
+                runs.clear()
+        medians = [median_low(map(median_low, runs)) if runs else 0.0 for runs in self._runs]
+        weights = [min(sum(map(len, runs)), 8) * self.known(k) for k, runs in enumerate(self._runs)]
         if not any(weights):
             return
         # a, b = argmin Σ w (median - a - b k)² + (b - SLOPE a)²

@@ -186,7 +186,7 @@ def test_it_follows_acceptance_that_changes_with_the_text(slope: float) -> None:
         run = server.run(AutoDraftLength(MOST), 1000 * len(texts), seed)
         assert_close(run)
         for text in range(len(texts)):  # against the best of each text, some hundred steps after it began
-            assert run.over_best(1000 * text + 400, 1000 * text + 1000) < 1.08
+            assert run.over_best(1000 * text + 400, 1000 * text + 1000) < 1.1
 
 
 @pytest.mark.parametrize("slope", SLOPES)
@@ -199,8 +199,19 @@ def test_it_follows_a_machine_that_changes_pace(slope: float, rate: float) -> No
 
 @pytest.mark.parametrize("slope", [0.1, 0.8])
 @pytest.mark.parametrize("rate", RATES)
+def test_a_machine_that_stutters_does_not_mislead_it(slope: float, rate: float) -> None:
+    generator, pace = random.Random(0), []
+    while len(pace) < 2500:
+        pace += [generator.choice((1.0, 1.0, 3.0))] * generator.randint(3, 60)
+    assert_close(
+        Server(lambda step, batch, k: pace[step] * (1 + slope * k), steady(rate)).run(AutoDraftLength(MOST), 2500)
+    )
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.8])
+@pytest.mark.parametrize("rate", RATES)
 def test_steps_that_lengthen_with_the_context_do_not_mislead_it(slope: float, rate: float) -> None:
-    server = Server(lambda step, batch, k: (1 + step % 400 / 800) * (1 + slope * k), steady(rate))
+    server = Server(lambda step, batch, k: (1 + step % 300 / 150) * (1 + slope * k), steady(rate))
     assert_close(server.run(AutoDraftLength(MOST), 2400))
 
 
@@ -208,7 +219,7 @@ def test_steps_that_lengthen_with_the_context_do_not_mislead_it(slope: float, ra
 def test_each_batch_size_has_its_own_length(rate: float) -> None:
     # Alone a slot costs a tenth of a step; of sixteen sequences, nearly as much as a step.
     server = Server(lambda step, batch, k: 1 + 0.06 * batch * (k + 1) + 0.05 * k, steady(rate), falling)
-    run = server.run(AutoDraftLength(MOST), 3000)
+    run = server.run(AutoDraftLength(MOST), 5000)
     assert_close(run)
     if rate == 0.6:
         alone = [k for step, k in enumerate(run.lengths) if step > 1000 and falling(step) == 1]
