@@ -130,23 +130,23 @@ def test_what_a_grammar_forces_is_nobodys_draft(choosing: ProcessServer) -> None
 
 
 def test_drafts_are_as_good_behind_another_drafters_prefix(choosing: ProcessServer) -> None:
-    asked: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
+    # So unsure that every draft depends on the last bits of what it was made from.
+    asked: dict[str, Any] = {"temperature": 1.5, "top_p": 1, "top_k": 0, "seed": 6, "ignore_eos": True}
     content = "A set holds each value once. " * 30 + LIST
 
     def ask(drafter: str, salt: str) -> Answer:
-        return whole(choosing.openai, content, **asked, drafter=drafter, cache_salt=salt)
+        return whole(choosing.openai, content, **asked, drafter=drafter, cache_salt=salt, max_tokens=80)
 
-    for first in DRAFTERS:
-        for second in ("mtp", "hot_vocab"):
-            cold, _, warm = (
-                ask(second, f"{first} {second} cold"),
-                ask(first, first + second),
-                ask(second, first + second),
-            )
-            assert cold.cached == 0 < warm.cached
-            assert cold.said == warm.said
-            for count in ("draft_n_per_pos", "draft_n_accepted_per_pos"):
-                assert cold.timings[count] == warm.timings[count]
+    for second in ("mtp", "hot_vocab"):
+        cold = ask(second, f"{second} cold")
+        assert cold.cached == 0 < cold.timings["draft_n_accepted"] < cold.timings["draft_n"]
+        for first in DRAFTERS:
+            salt = f"{first} then {second}"
+            ask(first, salt)
+            warm = ask(second, salt)
+            assert warm.cached > 0
+            assert warm.said == cold.said
+            assert row_of(choosing, warm).steps == row_of(choosing, cold).steps
 
 
 def test_a_hot_vocabulary_drafts_nothing_else(choosing: ProcessServer, hot_vocab: Path) -> None:
