@@ -93,7 +93,7 @@ class AutoDraftLength:
             return
         estimate, tokens, best = size.costs.estimate, self._acceptance.tokens(), size.length
         loss = estimate[k] / estimate[best] - tokens[k] / tokens[best]
-        self._credit = max(self._credit - max(loss, 0.0 if size.repeated else LEAST_CHARGE), -CREDIT)
+        self._credit -= max(loss, 0.0 if size.repeated else LEAST_CHARGE)
         # A new length is run until it is known. At K = 0 only explorations show acceptance: one that paid is repeated.
         emitted = len(steps) + sum(step.accepted for step in steps)
         paid = best == 0 and emitted * estimate[0] > len(steps) * estimate[k]
@@ -181,7 +181,6 @@ class _Costs:
     KNOWN = 5  # steps from which a length's median is used: the first of a shape may be very slow
     CLOSE = 12  # steps
     COMPARED = 3  # steps at least that one is compared with
-    FORGOTTEN = 4000  # steps after which a length not run since is no longer known
     SLOPE = 0.2  # of a slot in plain steps, expected before two lengths are known
     LEAST_SLOPE = 0.02  # of a slot, whatever was measured
 
@@ -231,9 +230,6 @@ class _Costs:
 
     def _fit(self) -> None:
         """Least squares of a + b·k over known lengths, b drawn to SLOPE·a; a known one keeps its deviation."""
-        for runs, last in zip(self._runs, self.last_run, strict=True):
-            if self._steps - last > self.FORGOTTEN:
-                runs.clear()
         medians = [median_low(map(median_low, runs)) if runs else 0.0 for runs in self._runs]
         weights = [min(sum(map(len, runs)), 8) * self.known(k) for k, runs in enumerate(self._runs)]
         if not any(weights):

@@ -208,6 +208,12 @@ def test_a_machine_that_stutters_does_not_mislead_it(slope: float, rate: float) 
     )
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_found_dear_are_tried_again(seed: int) -> None:
+    server = Server(lambda step, batch, k: 1 + (50 if step < 300 else 0.1) * k, steady(0.95))
+    assert server.run(AutoDraftLength(MOST), 2500, seed).over_best(1500) < 1.05
+
+
 @pytest.mark.parametrize("slope", [0.1, 0.8])
 @pytest.mark.parametrize("rate", RATES)
 def test_steps_that_lengthen_with_the_context_do_not_mislead_it(slope: float, rate: float) -> None:
