@@ -36,7 +36,7 @@ from tests.decoding import Job, Request
 
 RATES = (0.95, 0.6, 0.2, 0.0)  # acceptance of a draft, given those before it
 FIXED = (0, 1, 2, 3, 4, 8)
-AUTO, PLAIN = "auto", "K = 0"
+AUTO, PLAIN, NONE = "auto", "K = 0", "no drafter"
 PROMPTS = ("How do I count the words of a text in Python?", "Explain what os.path.join returns.")
 GREEDY = SamplingParams(temperature=0)
 
@@ -116,7 +116,7 @@ class Measured:
 
     @property
     def best(self) -> str:
-        return min((name for name in self.seconds if name != AUTO), key=lambda name: self.over(name, PLAIN))
+        return min((name for name in self.seconds if name not in (AUTO, NONE)), key=lambda name: self.over(name, PLAIN))
 
 
 @torch.inference_mode()
@@ -127,7 +127,8 @@ def measure(loaded: Loaded, answers: dict[Prompt, Prompt], rate: float, rounds: 
     drafter = Scripted(head, answers, rate, loaded.vocab)
     ways: dict[str, DraftLength] = {f"K = {k}": FixedDraftLength(k) for k in FIXED if k <= MOST_DRAFTS}
     ways[AUTO] = AutoDraftLength(MOST_DRAFTS)
-    drafters = {name: None if name == PLAIN else drafter for name in ways}  # at K = 0, no drafter's work at all
+    ways[NONE] = FixedDraftLength(0)  # at K = 0 a drafter still keeps up with what is emitted
+    drafters = {name: None if name == NONE else drafter for name in ways}
     tokens = len(next(iter(answers.values())))
     steps = 0
     while steps < learning:
