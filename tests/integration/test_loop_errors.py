@@ -103,8 +103,7 @@ def test_a_part_that_is_no_text_is_refused_by_its_place(model_server: ProcessSer
     "more",
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
-        {"presence_penalty": 0.5},
+        {"reasoning_effort": "low"},
         {"n": 2},
     ],
     ids=lambda more: next(iter(more)),
