@@ -63,17 +63,22 @@ class AutoDraftLength:
         self._credit = CREDIT
         self._last = 0
         self._number = 0  # of the step
+        self._seen = 0  # how many steps told something
 
     def choose(self, batch: int) -> int:
         size = self._size(batch)
         if size.exploring is not None:
             return size.exploring
+        may_explore = self._credit > 0 and self._number >= size.pause_until
+        if size.decided == self._seen and not may_explore:
+            return size.length
+        size.decided = self._seen
         costs, tokens = size.costs, self._acceptance.tokens()
         rates = _rates(tokens, costs.estimate)
         best = max((k for k in range(self.most + 1) if k == size.length or costs.known(k)), key=rates.__getitem__)
         if rates[best] > rates[size.length] * (1 + HYSTERESIS):
             size.before, size.length = size.length, best
-        if self._credit > 0 and self._number >= size.pause_until and costs.known(size.length):
+        if may_explore and costs.known(size.length):
             size.exploring = self._worth_exploring(size, _rates(tokens, costs.hoped()))
         return size.length if size.exploring is None else size.exploring
 
@@ -88,6 +93,7 @@ class AutoDraftLength:
             and bool(seconds)
             and size.costs.observe(self._number, k, seconds or 0.0, size.before if k == size.length else size.length)
         )
+        self._seen += measured or k > 0
         self._credit = min(self._credit + EXPLORATION, CREDIT)
         if size.exploring is None:
             return
@@ -124,6 +130,7 @@ class _BatchSize:
     costs: _Costs
     length: int = 0  # the best known
     before: int = 0  # the one in use before
+    decided: int = -1  # after how many steps that told something
     exploring: int | None = None
     pause_until: int = 0  # the number of a step
     repeated: bool = False  # the exploration under way is past its first step
@@ -138,28 +145,39 @@ class _Acceptance:
 
     REMEMBERED = 48.0  # drafts per slot
     KEPT = 4.0  # drafts that are not forgotten by mere passing of steps, and the weight of the slot before
-    FORGETTING = 1 / 128  # per step in which the slot is not seen
+    FORGETTING = 1 / 128  # per step
     EXPECTED = 0.6  # of slot 0, before anything is seen
 
     def __init__(self, most: int) -> None:
         self._drafts, self._accepted = [0.0] * most, [0.0] * most
+        self._unseen = 0  # steps for which nothing was forgotten yet
         self._drafts[:1], self._accepted[:1] = [self.KEPT][:most], [self.EXPECTED * self.KEPT][:most]
 
     def observe(self, k: int, steps: Sequence[Step]) -> None:
+        self._unseen += 1
+        if not k or not steps:
+            return
+        self._forget()
         reached = len(steps)
-        for slot, drafts in enumerate(self._drafts):
-            seen, accepted, keep = 0, 0, 1.0
-            if slot < k and reached:
-                seen, accepted = reached, sum(step.accepted > slot for step in steps)
-                keep = (1 - 1 / self.REMEMBERED) ** seen
-                reached = accepted
-            elif slot or drafts > self.KEPT:
-                keep = 1 - self.FORGETTING
-            self._drafts[slot] = drafts * keep + seen
+        for slot in range(min(k, len(self._drafts))):
+            accepted = sum(step.accepted > slot for step in steps)
+            keep = (1 - 1 / self.REMEMBERED) ** reached
+            self._drafts[slot] = self._drafts[slot] * keep + reached
             self._accepted[slot] = self._accepted[slot] * keep + accepted
+            reached = accepted
+
+    def _forget(self) -> None:
+        """For the steps since it was last done, in every slot."""
+        keep = (1 - self.FORGETTING) ** self._unseen
+        self._unseen = 0
+        for slot, drafts in enumerate(self._drafts):
+            least = 0.0 if slot else min(self.KEPT, drafts)
+            kept = max(keep, least / drafts) if drafts else 0.0
+            self._drafts[slot], self._accepted[slot] = drafts * kept, self._accepted[slot] * kept
 
     def tokens(self) -> list[float]:
         """Expected tokens a step yields a sequence, for K = 0 … most; an unseen slot is taken for the one before."""
+        self._forget()
         expected, survival, rate = [1.0], 1.0, 0.0
         for slot, (drafts, accepted) in enumerate(zip(self._drafts, self._accepted, strict=True)):
             prior = self.KEPT if slot else 0.0
