@@ -143,7 +143,7 @@ class _Acceptance:
     it yields no token either.
     """
 
-    REMEMBERED = 48.0  # drafts per slot
+    REMEMBERED = 80.0  # drafts per slot
     KEPT = 4.0  # drafts that are not forgotten by mere passing of steps, and the weight of the slot before
     FORGETTING = 1 / 128  # per step
     EXPECTED = 0.6  # of slot 0, before anything is seen
