@@ -37,7 +37,8 @@ from backend.text.tokenizer import ChatTokenizer
 MOST_DRAFTS = MAX_ROWS - 1
 GIB = 2**30
 _WORTH_SHARING = 512  # hidden size
-_FREE_SHARE = 0.5  # of the memory free after loading, where no budget was given; 0.85 on a GPU, which is nobody else's
+# Of the memory free after loading, where no budget was given: a GPU is nobody else's.
+_FREE_SHARE, _FREE_SHARE_OF_GPU = 0.5, 0.85
 _SNAPSHOT_SHARE = 0.25  # of the budget, for the prefix cache's states
 CPU_MODEL, GPU_MODEL = "tiny", "Qwen/Qwen3.5-9B"
 
@@ -187,7 +188,7 @@ def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory,
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.85)
+        return int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE_OF_GPU)
     return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _FREE_SHARE)
 
 

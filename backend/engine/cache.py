@@ -62,10 +62,6 @@ class KeyValuePages:
         for pool in (self.k, self.v):
             pool[:, :, target * PAGE : target * PAGE + rows] = pool[:, :, source * PAGE : source * PAGE + rows]
 
-    @property
-    def page_bytes(self) -> int:
-        return 2 * self.k[:, :, :PAGE].numel() * self.k.element_size()
-
 
 @dataclass
 class PromptState:

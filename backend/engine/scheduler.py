@@ -64,7 +64,7 @@ class Scheduler:
         return min(GRID, len(sequence.prompt) - sequence.prefilled)
 
     def after_chunk(self, sequence: Sequence) -> None:
-        """Remember the prefix where that is worth it, and let a sequence whose prompt is done join the batch."""
+        """Of one that goes on: remember its prefix where that is worth it, let it join where its prompt is done."""
         assert sequence.place is not None
         at, length = sequence.prefilled, len(sequence.prompt)
         if (
@@ -75,7 +75,7 @@ class Scheduler:
         ):
             block = sequence.drafter.block if sequence.drafter else None
             self.prefix.keep(sequence.prompt, sequence.salt, at, sequence.place, {block} if block else set())
-        if at == length and not sequence.finish:
+        if at == length:
             assert sequence.place.state is not None
             sequence.place.slot = len(self.decoding)
             self.memory.slots.join(sequence.place.slot, sequence.place.state)

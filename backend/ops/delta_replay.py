@@ -104,16 +104,23 @@ class _Table:
     base: Tensor  # [N, 1, R', 1]
 
 
+def _standing(
+    index: NDArray[np.int64], base: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Of each place of the ring, [..., RING]: the latest row up to `index`; is it since `base`; is it, or is base - 1."""
+    ring = np.arange(RING)
+    latest = index[..., None] - (index[..., None] - ring) % RING
+    since = latest >= base[..., None]
+    return latest, since, since | (ring == ((base - 1) % RING)[..., None])
+
+
 @cache
 def _table(rows: int, device: torch.device) -> _Table:
     padding = -rows % _ROWS
     index = np.arange(2 * CHUNK + _PERIOD)[:, None] + np.arange(rows)  # [N, R]
     base = CHUNK * np.maximum(0, index // CHUNK - 1)
-    ring = np.arange(RING)
-    latest = index[..., None] - (index[..., None] - ring) % RING  # [N, R, RING]: what stands there, itself included
-    summed = latest >= base[..., None]
+    latest, summed, reach = _standing(index, base)  # [N, R, RING] each
     earlier = summed & (latest < index[..., None])
-    reach = summed | (ring == ((base - 1) % RING)[..., None])
 
     def tensor(x: NDArray[np.generic], axis: int) -> Tensor:
         """On the device, its rows padded."""
@@ -194,15 +201,12 @@ def _running_sum(previous: Tensor, g: Tensor) -> Tensor:
 def folded(records: Records, base: int) -> Tensor:
     """The state one chunk after `base`, [B, H, dk, dv]: rows base … base + CHUNK - 1 must have been recorded."""
     B, H, dk, dv = records.S.shape
-    ring = np.arange(RING)
-    last = base + CHUNK - 1
-    latest = last - (last - ring) % RING
-    reach = torch.from_numpy(np.where((latest >= base) | (ring == (base - 1) % RING), 0.0, -np.inf)).to(
-        records.G.device
-    )
+    last, device = base + CHUNK - 1, records.G.device
+    _, summed, usable = _standing(np.asarray(last), np.asarray(base))
+    reach = torch.from_numpy(np.where(usable, 0.0, -np.inf)).to(device)
     decay = exp((records.G[..., last % RING, None] - records.G + reach).float())  # [B, H, RING]
     before = decay[..., (base - 1) % RING, None, None]
-    counted = torch.from_numpy((latest >= base).astype(np.float32)).to(records.G.device)
+    counted = torch.from_numpy(summed.astype(np.float32)).to(device)
     fresh = records.u * (decay * counted)[..., None]  # [B, H, RING, dv]
     S = (records.S * before).reshape(B * H, dk, dv)
     k = records.k.reshape(B * H, RING, dk).transpose(1, 2)
