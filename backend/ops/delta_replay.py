@@ -107,7 +107,7 @@ class _Table:
 def _standing(
     index: NDArray[np.int64], base: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of each place of the ring, [..., RING]: the latest row up to `index`; is it since `base`; is it, or is base - 1."""
+    """Of each place of the ring, [..., RING]: the last row up to `index`; is it since `base`; or base - 1."""
     ring = np.arange(RING)
     latest = index[..., None] - (index[..., None] - ring) % RING
     since = latest >= base[..., None]
