@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def _alike(index: int) -> int:
     return index if index < 2 * CHUNK else 2 * CHUNK + (index - 2 * CHUNK) % _PERIOD
 
 
-@cache
+@lru_cache(maxsize=512)  # those of one block size and some: of all sizes they would be tens of MiB
 def _window_of_one(starts: tuple[int, ...], rows: int, heads: int, device: torch.device) -> Window:
     return Window.of(starts, rows, heads, device)
 
