@@ -56,7 +56,8 @@ def random_small() -> Checkpoint:
 
 @cache
 def random_endless() -> Checkpoint:
-    """As `random_small`, with nothing loud: its answers end at their limit alone. Room for long prompts."""
+    """As `random_small`, with nothing loud: an end is as rare as any other token (`ignore_eos` rules it out). Room for
+    long prompts."""
     return _small("random-endless", loudness={}, max_len=16_384)
 
 

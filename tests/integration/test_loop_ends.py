@@ -21,7 +21,7 @@ from tests.answers import Answer, body, streamed, whole
 from tests.checkpoints import random_endless
 from tests.servers import CHAT, ProcessServer, eventually, running_process, serve_command
 
-SAMPLED: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": 0}
+SAMPLED: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": 0, "ignore_eos": True}
 ENDLESS = 10_000  # tokens: minutes of decoding
 LONG = "What is it? " * 3000  # some seconds of prefill
 

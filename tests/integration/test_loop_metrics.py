@@ -20,7 +20,7 @@ from tests.checkpoints import random_endless
 from tests.servers import CHAT, ProcessServer, eventually, running_process, serve_command
 
 SLOTS = 3
-SAMPLED: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": 0}
+SAMPLED: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": 0, "ignore_eos": True}
 SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("What is a list?", {"temperature": 0, "max_tokens": 60}),
     ("What is a list?", {**SAMPLED, "max_tokens": 41, "seed": 1}),
