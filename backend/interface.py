@@ -65,24 +65,37 @@ class SamplingRequest:
     min_tokens: int = 0  # no end of text and no stop token before this many
     ignore_eos: bool = False  # the model's end-of-text tokens end nothing
     stop_token_ids: tuple[int, ...] = ()  # further ids that end the answer
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  # of the content: what the model thinks before it is free
+    choice: int = 0  # i of n: choices of one seed draw independent noise
+    prompt_logprobs: int | None = None  # alternatives per prompt token on `Result.prompt_tokens`; None: not asked for
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One chat completion. `messages` are OpenAI message objects, content already flattened to text or None.
+    """One completion. `messages` are OpenAI message objects, content already flattened to text or None.
 
-    `prediction`: OpenAI's predicted output, a draft. `drafter`: the name of a loaded drafter for this request alone.
-    `cache_salt`: requests of different salts share no prefix cache.
+    `prompt`: instead of messages the whole prompt, as text in which special tokens are meant, or as token ids.
+    `tools`: OpenAI's tool objects. `tool_choice`: none hides them from the model, required makes it call one, of that
+    `tool_name` where given. `parallel_tool_calls` False: at most one call. `thinking_budget`: the most tokens before
+    `</think>`, which is then forced. `prediction`: OpenAI's predicted output, a draft. `drafter`: the name of a loaded
+    drafter for this request alone. `cache_salt`: requests of different salts share no prefix cache. `raw`: the body
+    as the client sent it, for a backend that passes it on.
     """
 
     id: str
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]] = ()
     sampling: SamplingRequest = SamplingRequest()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | tuple[int, ...] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Literal["none", "auto", "required"] = "auto"
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    thinking_budget: int | None = None
     prediction: str | None = None
     drafter: str | None = None
     cache_salt: str | None = None
+    raw: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,25 @@ class TokenInfo:
     bytes: bytes
     logprob: float
     alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function the model calls; `arguments` is JSON text, whole unless the answer was cut off inside it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of the call `index`: its id and name in the first alone, then its arguments bit by bit."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,22 +194,26 @@ class Result:
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     accepted_prediction_tokens: int | None = None  # of `ChatRequest.prediction`; None where there was none
     rejected_prediction_tokens: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: tuple[TokenInfo, ...] = ()  # where prompt_logprobs were asked for; the first one's logprob is NaN
 
 
 @dataclass(frozen=True)
 class ChatEvent:
-    """A piece of the answer. Concatenated `content` and `reasoning` equal the final result's.
+    """A piece of the answer. Concatenated `content`, `reasoning` and `tool_calls` equal the final result's.
 
     Exactly one event, the last, carries `result`. `tokens` lists the tokens whose text this event completes or
     advances (a token whose bytes are held back appears when it is emitted by the engine, not when its text is).
-    `raw` is an upstream's delta, forwarded unchanged.
+    Within one event reasoning comes before content, content before tool calls. `raw` are an upstream's own chunks (or
+    its one answer), forwarded unchanged; where the result is, those that say the answer has ended.
     """
 
     content: str = ""
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[TokenInfo, ...] = ()
     result: Result | None = None
-    raw: Mapping[str, Any] | None = None
+    raw: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,6 +288,12 @@ class ChatBackend(Protocol):
         no result to a closed iterator; use `cancel` to end it early and still receive the result event with
         finish_reason "cancelled". A fault yields a result event with finish_reason "error" and `error` set.
         """
+
+    async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
+        """The prompt a request would have, as token ids and as text; raises as `chat` does."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens shown. Raises InvalidRequest for ids the tokenizer does not have."""
 
     def cancel(self, request_id: str) -> None:
         """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Ids
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
+from backend.answer import Answer
 from backend.drafters.prediction import PredictionState
 from backend.engine.engine import Engine
 from backend.engine.loop import Loop
-from backend.engine.parameters import SamplingParams
+from backend.engine.parameters import PENALTIES, SamplingParams
 from backend.engine.sampling import Sampler
-from backend.engine.sequence import Emission, EmittedToken, Sequence
+from backend.engine.sequence import Emission, Sequence
 from backend.engine.speculation import GRAMMAR, PREDICTION
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import (
-    Alternative,
     BackendError,
     BackendUnavailable,
     ChatEvent,
@@ -29,19 +29,14 @@ from backend.interface import (
     EngineStats,
     InvalidRequest,
     ModelInfo,
-    Result,
     SamplingRequest,
-    Timings,
-    TokenInfo,
 )
 from backend.loading import MOST_DRAFTS, Loaded, LocalOptions, load
 from backend.text.answer import AnswerText
 from backend.text.grammar import GrammarMatcher
-from backend.text.reasoning import ReasoningSplitter
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _KINDS = ("mtp", "none", "prediction", "hot_vocab")
 
 
@@ -139,6 +134,16 @@ class LocalBackend:
         self._encoding.discard(request_id)
         self._engine.cancel(request_id)
 
+    async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
+        prompt = await asyncio.to_thread(self._ready.tokenizer.encode_chat, request.messages, request.template_kwargs)
+        return prompt.ids, prompt.text
+
+    def detokenize(self, ids: Ids[int]) -> str:
+        tokenizer = self._ready.tokenizer
+        if wrong := [token for token in ids if not 0 <= token < tokenizer.vocab_size]:
+            raise InvalidRequest(f"There is no token {wrong[0]}: ids are 0 to {tokenizer.vocab_size - 1}.", "tokens")
+        return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         loaded = self._ready
         self._encoding.add(request.id)
@@ -166,7 +171,7 @@ class LocalBackend:
         sequence = self._sequence(request, prompt, matcher, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
-        answer = _Answer(loaded, prompt, sequence, request.sampling.stop)
+        answer = Answer(loaded, prompt, sequence, request.sampling.stop)
         try:
             while True:
                 event = answer.event(await emissions.get())
@@ -237,6 +242,7 @@ class LocalBackend:
         return SamplingParams(
             **given,
             seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            choice=asked.choice,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             bad_words=_bad_word_ids(loaded.tokenizer, asked.bad_words),
             min_tokens=asked.min_tokens,
@@ -261,104 +267,3 @@ def _describe(sequence: Sequence) -> dict[str, Any]:
         "drafter": sequence.drafter.name if sequence.drafter else "none",
         "decoding": sequence.decoding,
     }
-
-
-class _Answer:
-    """Turns a sequence's emissions into events, and the last one into its result."""
-
-    def __init__(self, loaded: Loaded, prompt: Prompt, sequence: Sequence, stops: tuple[str, ...]) -> None:
-        self._loaded, self._prompt, self._sequence, self._stops = loaded, prompt, sequence, stops
-        self._split = ReasoningSplitter(prompt.in_reasoning)
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-
-    def event(self, emission: Emission) -> ChatEvent:
-        piece = self._split.push(emission.text)
-        content, reasoning = piece.content, piece.reasoning
-        if emission.finish is not None:
-            rest = self._split.finish()
-            content, reasoning = content + rest.content, reasoning + rest.reasoning
-        self._content.append(content)
-        self._reasoning.append(reasoning)
-        return ChatEvent(
-            content=content,
-            reasoning=reasoning,
-            tokens=tuple(self._token(token) for token in emission.tokens),
-            result=self._result(emission) if emission.finish is not None else None,
-        )
-
-    def _token(self, token: EmittedToken) -> TokenInfo:
-        data = self._loaded.tokenizer.token_bytes(token.token_id)
-        return TokenInfo(
-            token_id=token.token_id,
-            text=data.decode("utf-8", errors="replace"),
-            bytes=data,
-            logprob=token.logprob,
-            alternatives=tuple(self._alternative(*pair) for pair in token.alternatives),
-        )
-
-    def _alternative(self, token_id: int, logprob: float) -> Alternative:
-        data = self._loaded.tokenizer.token_bytes(token_id)
-        return Alternative(token_id, data.decode("utf-8", errors="replace"), data, logprob)
-
-    def _result(self, emission: Emission) -> Result:
-        sequence, params = self._sequence, self._sequence.sampler.params
-        assert emission.finish is not None
-        prediction = sequence.prediction
-        return Result(
-            finish_reason=emission.finish,
-            prompt_ids=sequence.prompt,
-            completion_ids=tuple(sequence.tokens),
-            logprobs=tuple(sequence.logprobs),
-            seed=params.seed,
-            sampling={
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "min_p": params.min_p,
-                **{name: getattr(params, name) for name in PENALTIES},
-                "logit_bias": {str(token): bias for token, bias in params.logit_bias},
-                "bad_words": [list(ids) for ids in params.bad_words],
-                "min_tokens": params.min_tokens,
-                "stop_token_ids": sorted(params.stop_token_ids),
-                "max_tokens": sequence.max_tokens,
-                "stop": list(self._stops),
-            },
-            drafter=sequence.drafter.name if sequence.drafter else "none",
-            steps=tuple(sequence.steps),
-            fingerprints=replace(
-                self._loaded.fingerprints, drafter=sequence.drafter.fingerprint if sequence.drafter else "none"
-            ),
-            timings=_timings(sequence),
-            content="".join(self._content),
-            reasoning="".join(self._reasoning),
-            stop_string=sequence.stop_string,
-            error=emission.error,
-            first_user_end=self._prompt.first_user_end,
-            reasoning_tokens=self._reasoning_tokens(),
-            cached_tokens=sequence.cached,
-            accepted_prediction_tokens=prediction.accepted if prediction else None,
-            rejected_prediction_tokens=prediction.rejected if prediction else None,
-        )
-
-    def _reasoning_tokens(self) -> int:
-        """Tokens before `</think>`; all of them where the answer never left its reasoning."""
-        if not self._prompt.in_reasoning:
-            return 0
-        end, tokens = self._loaded.tokenizer.literal_id("</think>"), self._sequence.tokens
-        return tokens.index(end) if end in tokens else len(tokens)
-
-
-def _timings(sequence: Sequence) -> Timings:
-    """Milliseconds between submission, admission, first token and end; a stage never reached took none."""
-    end = sequence.finished_at or sequence.submitted_at
-    admitted = sequence.admitted_at or end
-    first = sequence.first_token_at or end
-    run = len(sequence.prompt) if sequence.tokens else sequence.prefilled  # also of one that lost its place since
-    return Timings(
-        queue_ms=(admitted - sequence.submitted_at) * 1e3,
-        prompt_n=max(run - sequence.cached, 0),
-        prompt_ms=(first - admitted) * 1e3,
-        predicted_n=len(sequence.tokens),
-        predicted_ms=(end - first) * 1e3,
-    )

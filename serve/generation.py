@@ -54,7 +54,8 @@ class Generation:
 
     async def begin(self) -> None:
         """Wait for the first event. Raises InvalidRequest or BackendUnavailable where the generation never started."""
-        self._first = await self._next()
+        if self._first is None:
+            self._first = await self._next()
 
     async def events(self) -> AsyncIterator[ChatEvent]:
         """Every event, after `begin`; the last one carries the result. Raises BackendError where the backend broke."""

@@ -19,7 +19,7 @@ from capture.records import Generation, Status, new_id, utc_now
 from capture.store import default_path
 from capture.writer import CaptureWriter
 from serve.metrics import Metrics
-from serve.schemas import Timings
+from serve.schemas.answer import Timings
 from serve.settings import Settings
 
 STATUS: Mapping[FinishReason, Status] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
 
 @dataclass(frozen=True)
 class SamplingParams:

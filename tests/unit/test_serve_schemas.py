@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from serve.errors import from_validation
-from serve.schemas import NOT_YET, NOT_YET_IN_MESSAGES, ChatCompletionRequest
+from serve.schemas.chat import NOT_YET, NOT_YET_IN_MESSAGES, ChatCompletionRequest
 
 USER = {"role": "user", "content": "Hi"}
 KEYS = ["role", "content", "type", "text", "x", "include_usage", "json", "regex", "json_schema", "schema", "5", "-5"]

@@ -1,0 +1,60 @@
+"""Several generations told as one answer: the choices of a prompt, or of several prompts.
+
+Knows generations; knows neither HTTP nor shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from backend.interface import ChatEvent
+from serve.generation import Generation
+
+
+class Choices:
+    """`begin` them, then iterate `events`; `cancel` them when nobody wants the rest."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+
+    async def begin(self, leaders: Sequence[int] = (0,)) -> None:
+        """Wait until the leaders, one choice of each prompt, have their first events: the others fail as they do.
+
+        Raises InvalidRequest or BackendUnavailable where a generation never started; none goes on then.
+        """
+        try:
+            for leader in leaders:
+                await self.generations[leader].begin()
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def events(self) -> AsyncIterator[tuple[int, ChatEvent]]:
+        """Every event with its choice's index, in the order of their coming. Raises BackendError where one broke."""
+        told: asyncio.Queue[tuple[int, ChatEvent] | None] = asyncio.Queue()
+
+        async def tell(index: int, generation: Generation) -> None:
+            try:
+                await generation.begin()
+                async for event in generation.events():
+                    told.put_nowait((index, event))
+            finally:
+                told.put_nowait(None)
+
+        tasks = [asyncio.create_task(tell(i, generation)) for i, generation in enumerate(self.generations)]
+        try:
+            for _ in tasks:
+                while (item := await told.get()) is not None:
+                    yield item
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def cancel(self) -> None:
+        """End those that still run within one step of the engine."""
+        for generation in self.generations:
+            generation.cancel()

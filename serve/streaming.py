@@ -1,0 +1,81 @@
+"""Answers on their way to a client: waited for while it is still there, or as server-sent events.
+
+Knows no endpoint and no body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect
+from starlette.types import Message as AsgiMessage
+
+from backend.interface import BackendError
+from serve.errors import ApiError, from_backend, internal
+
+PING_SECONDS = 15
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Line = str | ServerSentEvent
+
+
+async def while_connected(request: Request, cancel: Callable[[], None], work: Awaitable[T]) -> T:
+    """The work's result; a client that leaves before has `cancel` called and raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    except BaseException:
+        cancel()
+        raise
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event_stream(lines: AsyncIterator[Line], cancel: Callable[[], None]) -> EventSourceResponse:
+    """A stream of events, each a data line; `cancel` is called when it ends, however it ends."""
+
+    async def leave(_: AsgiMessage) -> None:
+        cancel()
+
+    # `leave` is called even where the client left before the first line was asked for.
+    return EventSourceResponse(lines, sep="\n", ping=PING_SECONDS, client_close_handler_callable=leave)
+
+
+async def data_lines(chunks: AsyncIterator[str], cancel: Callable[[], None], what: str) -> AsyncIterator[Line]:
+    """The chunks, an error body where they break off, and [DONE], as chat and text completions end."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except Exception as error:
+        yield told(error, what).json()
+    finally:
+        cancel()
+    yield "[DONE]"
+
+
+def told(error: Exception, what: str) -> ApiError:
+    """What a client that is already being answered hears of an error; `what` names the answer in the log."""
+    match error:
+        case ApiError():
+            return error
+        case BackendError():
+            return from_backend(error)
+        case _:
+            log.error("answer %s could not be written", what, exc_info=error)
+            return internal()
