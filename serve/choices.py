@@ -32,24 +32,24 @@ class Choices:
 
     async def events(self) -> AsyncIterator[tuple[int, ChatEvent]]:
         """Every event with its choice's index, in the order of their coming. Raises BackendError where one broke."""
-        told: asyncio.Queue[tuple[int, ChatEvent] | None] = asyncio.Queue()
+        told: asyncio.Queue[tuple[int, ChatEvent] | Exception | None] = asyncio.Queue()
 
         async def tell(index: int, generation: Generation) -> None:
             try:
                 await generation.begin()
                 async for event in generation.events():
                     told.put_nowait((index, event))
-            finally:
                 told.put_nowait(None)
+            except Exception as error:
+                told.put_nowait(error)
 
         tasks = [asyncio.create_task(tell(i, generation)) for i, generation in enumerate(self.generations)]
         try:
             for _ in tasks:
                 while (item := await told.get()) is not None:
+                    if isinstance(item, Exception):
+                        raise item
                     yield item
-                for task in tasks:
-                    if task.done():
-                        task.result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -192,5 +192,16 @@ def test_the_row_keeps_what_was_asked_and_what_was_in_effect(serve_process):
 
 def test_every_field_of_a_sampling_request_is_tried_in_some_test():
     tried = {*OPENAIS, *VLLMS, "grammar"}
-    before = {"choice", "prompt_logprobs", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "top_logprobs"}
+    before = {
+        "choice",
+        "prompt_logprobs",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "stop",
+        "top_logprobs",
+    }
     assert {field.name for field in fields(SamplingRequest)} == tried | before
