@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from backend.interface import (
     Step,
     Timings,
     TokenInfo,
+    ToolCall,
+    ToolCallDelta,
 )
 
 SLOTS = 3
@@ -38,6 +40,7 @@ FINGERPRINTS = Fingerprints(
 )
 
 PROCESSORS = (
+    "choice",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -67,6 +70,10 @@ class Script:
         b"bye",
     )
     thought: tuple[bytes, ...] = ()  # reasoning tokens before the pieces
+    # Calls after the pieces, each (name, piece of its arguments, ...), a token an item: made where the request has
+    # tools, may call them (only once, perhaps), and does not bring a call's result.
+    calls: tuple[tuple[str, ...], ...] = ()
+    by_choice: tuple[Mapping[str, Any], ...] = ()  # what choice i does otherwise
     repeat: int = 1  # how often the pieces are said
     pause: float = 0.0  # seconds before each event
     first_pause: float = 0.0  # seconds before the first
@@ -145,6 +152,26 @@ class FakeBackend:
             self.cancelled.append(request_id)
             self.running[request_id].set()
 
+    async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
+        await asyncio.sleep(0)
+        script = _script(request, self.script)
+        if script.refuses:
+            raise InvalidRequest(script.refuses, param="messages", code="context_length_exceeded")
+        match request.prompt:
+            case None:
+                said = [f"<{message['role']}>{message['content'] or ''}" for message in request.messages]
+                return PROMPT, "".join([*(f"<tool>{tool['function']['name']}" for tool in request.tools), *said])
+            case str(text):
+                return tuple(text.encode()), text
+            case ids:
+                return ids, self.detokenize(ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Of a raw prompt a token is a byte."""
+        if wrong := [token for token in ids if not 0 <= token < 256]:
+            raise InvalidRequest(f"There is no token {wrong[0]}.", param="tokens")
+        return bytes(ids).decode("utf-8", "replace")
+
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         self.requests.append(request)
         script = _script(request, self.script)
@@ -160,7 +187,8 @@ class FakeBackend:
         self.found += script.cached
         stop = self.running[request.id] = asyncio.Event()
         try:
-            recital = _Recital(request, script, drafter, self.steps.setdefault(drafter, []))
+            prompt, _ = await self.tokenize(request)
+            recital = _Recital(request, prompt, script, drafter, self.steps.setdefault(drafter, []))
             await _pause(stop, script.first_pause)
             while True:
                 await _pause(stop, script.pause)
@@ -172,20 +200,36 @@ class FakeBackend:
             del self.running[request.id]
 
 
+@dataclass(frozen=True)
+class _Word:
+    """One token of a script: what it says where, and of a call its index, and its name or more arguments."""
+
+    data: bytes
+    kind: Literal["reasoning", "content", "call"]
+    call: int = 0
+    names: bool = False
+
+
 class _Recital:
     """One script on its way: tokens in blocks as a speculating engine emits them."""
 
-    def __init__(self, request: ChatRequest, script: Script, drafter: str, all_steps: list[Step]) -> None:
-        self.request, self.script, self.drafter, self.all_steps = request, script, drafter, all_steps
-        thought = [(data, True) for data in script.thought]
-        said = [(data, False) for data in script.pieces * script.repeat]
-        limit = request.sampling.max_tokens or len(thought + said)
-        self.todo = (thought + said)[:limit]
-        self.finish = "length" if limit < len(thought + said) else script.finish
+    def __init__(
+        self, request: ChatRequest, prompt: tuple[int, ...], script: Script, drafter: str, all_steps: list[Step]
+    ) -> None:
+        self.request, self.prompt, self.script = request, prompt, script
+        self.drafter, self.all_steps = drafter, all_steps
+        words = [_Word(data, "reasoning") for data in script.thought]
+        words += [_Word(data, "content") for data in script.pieces * script.repeat]
+        for index, call in enumerate(_calls(request, script)):
+            words += [_Word(text.encode(), "call", index, names=not at) for at, text in enumerate(call)]
+        limit = request.sampling.max_tokens
+        self.todo = words[:limit]
+        self.finish = "length" if limit is not None and limit < len(words) else script.finish
         self.done: list[TokenInfo] = []
         self.steps: list[Step] = []
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.text = {True: "", False: ""}
+        self.text = {"reasoning": "", "content": ""}
+        self.calls: list[ToolCall] = []
         self.events = 0
 
     def next(self, *, cancelled: bool) -> ChatEvent:
@@ -194,6 +238,8 @@ class _Recital:
             raise RuntimeError("the engine tripped over its own feet")
         if cancelled:
             return ChatEvent(result=self._result("cancelled"))
+        if not self.todo:
+            return ChatEvent(result=self._result(self.finish))
         count = 1
         if self.done:
             drafted = min(SLOTS, len(self.todo) - 1)
@@ -201,30 +247,52 @@ class _Recital:
             self.steps.append(Step(drafted, accepted))
             self.all_steps.append(Step(drafted, accepted))
             count = accepted + 1
-        new = {True: "", False: ""}
+        new = {"reasoning": "", "content": ""}
+        deltas = []
         tokens = []
         for index in range(len(self.done), len(self.done) + count):
-            data, thinking = self.todo.pop(0)
-            tokens.append(self._token(index, data))
-            new[thinking] += self.decode(data)
+            word = self.todo.pop(0)
+            tokens.append(self._token(index, word.data))
+            if word.kind == "call":
+                deltas.append(self._call(word))
+            else:
+                new[word.kind] += self.decode(word.data)
         if not self.todo:
-            new[False] += self.decode(b"", True)
+            new["content"] += self.decode(b"", True)
         self.done += tokens
         self.text = {kind: self.text[kind] + new[kind] for kind in self.text}
         result = None if self.todo else self._result(self.finish)
-        return ChatEvent(content=new[False], reasoning=new[True], tokens=tuple(tokens), result=result)
+        return ChatEvent(**new, tool_calls=tuple(deltas), tokens=tuple(tokens), result=result)
+
+    def _call(self, word: _Word) -> ToolCallDelta:
+        text = word.data.decode()
+        if word.names:
+            self.calls.append(ToolCall(f"call_{word.call}", text, ""))
+            return ToolCallDelta(word.call, id=self.calls[-1].id, name=text)
+        self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + text)
+        return ToolCallDelta(word.call, text)
 
     def _token(self, index: int, data: bytes) -> TokenInfo:
         wanted = range(self.request.sampling.top_logprobs)
         others = tuple(Alternative(i, f"alt{i}", f"alt{i}".encode(), -float(i) or float("-inf")) for i in wanted)
         return TokenInfo(100 + index, data.decode("utf-8", "replace"), data, -0.5 * (index + 1), others)
 
+    def _prompt_tokens(self) -> tuple[TokenInfo, ...]:
+        if (wanted := self.request.sampling.prompt_logprobs) is None:
+            return ()
+        others = tuple(Alternative(i, f"alt{i}", f"alt{i}".encode(), -float(i)) for i in range(wanted))
+        spelled = [bytes([token % 256]) for token in self.prompt]
+        return tuple(
+            TokenInfo(token, data.decode("utf-8", "replace"), data, -0.25 * at or float("nan"), others if at else ())
+            for at, (token, data) in enumerate(zip(self.prompt, spelled, strict=True))
+        )
+
     def _result(self, finish: str) -> Result:
         sampling, predicted = self.request.sampling, self.request.prediction
         drafted, accepted = (sum(getattr(step, name) for step in self.steps) for name in ("drafted", "accepted"))
         return Result(
             finish_reason=finish,  # type: ignore[arg-type]
-            prompt_ids=PROMPT,
+            prompt_ids=self.prompt,
             completion_ids=tuple(token.token_id for token in self.done),
             logprobs=tuple(token.logprob for token in self.done),
             seed=sampling.seed if sampling.seed is not None else 42,
@@ -234,15 +302,17 @@ class _Recital:
             fingerprints=FINGERPRINTS,
             timings=Timings(
                 queue_ms=3.0,
-                prompt_n=len(PROMPT) - self.script.cached,
+                prompt_n=len(self.prompt) - self.script.cached,
                 prompt_ms=10.0,
                 predicted_n=len(self.done),
                 predicted_ms=50.0,
             ),
-            content=self.text[False],
-            reasoning=self.text[True],
+            content=self.text["content"],
+            reasoning=self.text["reasoning"],
+            tool_calls=tuple(self.calls),
+            prompt_tokens=self._prompt_tokens(),
             error="out of memory" if finish == "error" else None,
-            first_user_end=4,
+            first_user_end=4 if self.request.prompt is None else 0,
             reasoning_tokens=len(self.script.thought) or None,
             cached_tokens=self.script.cached,
             accepted_prediction_tokens=None if predicted is None else accepted,
@@ -267,9 +337,20 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.sleep(0)
 
 
+def _calls(request: ChatRequest, script: Script) -> tuple[tuple[str, ...], ...]:
+    answered = request.messages and request.messages[-1]["role"] == "tool"
+    if not request.tools or request.tool_choice == "none" or answered:
+        return ()
+    return script.calls if request.parallel_tool_calls else script.calls[:1]
+
+
 def _script(request: ChatRequest, default: Script) -> Script:
-    content = request.messages[-1]["content"] or ""
-    return replace(default, **json.loads(content)) if content.startswith("{") else default
+    content = request.prompt
+    if content is None and request.messages[-1]["role"] == "user":
+        content = request.messages[-1]["content"]
+    script = replace(default, **json.loads(content)) if isinstance(content, str) and content[:1] == "{" else default
+    choice = request.sampling.choice
+    return replace(script, **script.by_choice[choice]) if choice < len(script.by_choice) else script
 
 
 def _main() -> None:
