@@ -36,6 +36,7 @@ class Answer:
             content=content,
             reasoning=reasoning,
             tokens=tuple(self._token(token) for token in emission.tokens),
+            prompt_tokens=tuple(self._token(token) for token in emission.prompt),
             result=self._result(emission) if emission.finish is not None else None,
         )
 
@@ -47,6 +48,8 @@ class Answer:
             bytes=data,
             logprob=token.logprob,
             alternatives=tuple(self._alternative(*pair) for pair in token.alternatives),
+            rank=token.rank,
+            silent=not self._loaded.tokenizer.text_bytes(token.token_id),
         )
 
     def _alternative(self, token_id: int, logprob: float) -> Alternative:

@@ -67,7 +67,7 @@ class SamplingRequest:
     stop_token_ids: tuple[int, ...] = ()  # further ids that end the answer
     grammar: Grammar | None = None  # of the content: what the model thinks before it is free
     choice: int = 0  # i of n: choices of one seed draw independent noise
-    prompt_logprobs: int | None = None  # alternatives per prompt token on `Result.prompt_tokens`; None: not asked for
+    prompt_logprobs: int | None = None  # alternatives on `ChatEvent.prompt_tokens`; None: those are not asked for
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,19 @@ class Alternative:
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One emitted token: log-softmax of the raw target logits, and the alternatives asked for, best first."""
+    """One emitted token: log-softmax of the raw target logits, and the alternatives asked for, best first.
+
+    `rank`, of a prompt's token: its place among all tokens by their logits, from 1. `silent`: a special token, of which
+    the answer's text shows nothing.
+    """
 
     token_id: int
     text: str
     bytes: bytes
     logprob: float
     alternatives: tuple[Alternative, ...] = ()
+    rank: int | None = None
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,6 @@ class Result:
     accepted_prediction_tokens: int | None = None  # of `ChatRequest.prediction`; None where there was none
     rejected_prediction_tokens: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    prompt_tokens: tuple[TokenInfo, ...] = ()  # where prompt_logprobs were asked for; the first one's logprob is NaN
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,8 @@ class ChatEvent:
     Exactly one event, the last, carries `result`. `tokens` lists the tokens whose text this event completes or
     advances (a token whose bytes are held back appears when it is emitted by the engine, not when its text is).
     Within one event reasoning comes before content, content before tool calls. `raw` are an upstream's own chunks (or
-    its one answer), forwarded unchanged; where the result is, those that say the answer has ended.
+    its one answer), forwarded unchanged; where the result is, those that say the answer has ended. `prompt_tokens` are
+    the next of the prompt's, where its logprobs were asked for: all before the answer, the first one's logprob NaN.
     """
 
     content: str = ""
@@ -213,12 +219,16 @@ class ChatEvent:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[TokenInfo, ...] = ()
     result: Result | None = None
+    prompt_tokens: tuple[TokenInfo, ...] = ()
     raw: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What /v1/models and /version say. `build` and `probe` are JSON-ready."""
+    """What /v1/models and /version say. `build`, `probe` and `sampling` are JSON-ready.
+
+    `sampling`: by thinking mode (thinking, non_thinking), the parameters of a request that gives none.
+    """
 
     name: str
     max_model_len: int
@@ -227,6 +237,7 @@ class ModelInfo:
     fingerprints: Fingerprints
     build: Mapping[str, Any]
     probe: Mapping[str, Any]
+    sampling: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -292,8 +303,8 @@ class ChatBackend(Protocol):
     async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
         """The prompt a request would have, as token ids and as text; raises as `chat` does."""
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens shown. Raises InvalidRequest for ids the tokenizer does not have."""
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
+        """What token ids stand for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
 
     def cancel(self, request_id: str) -> None:
         """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from backend.answer import Answer
@@ -37,6 +38,7 @@ from backend.text.grammar import GrammarMatcher
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
+MOST_PROMPT_LOGPROBS = 2**20  # of one request, alternatives included
 _KINDS = ("mtp", "none", "prediction", "hot_vocab")
 
 
@@ -93,6 +95,7 @@ class LocalBackend:
             fingerprints=loaded.fingerprints,
             build=loaded.build,
             probe=loaded.probe.as_json(),
+            sampling={mode: asdict(getattr(loaded.defaults, mode)) for mode in ("thinking", "non_thinking")},
         )
 
     def stats(self) -> EngineStats:
@@ -135,20 +138,20 @@ class LocalBackend:
         self._engine.cancel(request_id)
 
     async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
-        prompt = await asyncio.to_thread(self._ready.tokenizer.encode_chat, request.messages, request.template_kwargs)
-        return prompt.ids, prompt.text
+        prompt = await asyncio.to_thread(self._prompt, request)
+        if request.prompt is None:
+            return prompt.ids, prompt.text
+        return prompt.ids, (await self.detokenize(prompt.ids)).decode("utf-8", errors="replace")
 
-    def detokenize(self, ids: Ids[int]) -> str:
-        tokenizer = self._ready.tokenizer
-        if wrong := [token for token in ids if not 0 <= token < tokenizer.vocab_size]:
-            raise InvalidRequest(f"There is no token {wrong[0]}: ids are 0 to {tokenizer.vocab_size - 1}.", "tokens")
-        return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+    async def detokenize(self, ids: Ids[int]) -> bytes:
+        self._require_tokens(ids, "tokens")
+        return await asyncio.to_thread(lambda: b"".join(map(self._ready.tokenizer.token_bytes, ids)))
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         loaded = self._ready
         self._encoding.add(request.id)
         try:
-            prompt = await asyncio.to_thread(loaded.tokenizer.encode_chat, request.messages, request.template_kwargs)
+            prompt = await asyncio.to_thread(self._prompt, request)
         finally:
             wanted = request.id in self._encoding
             self._encoding.discard(request.id)
@@ -181,6 +184,21 @@ class LocalBackend:
         finally:
             self._engine.cancel(sequence.id)
 
+    def _prompt(self, request: ChatRequest) -> Prompt:
+        """A raw prompt is taken as it is: no turn of it is known, and nothing of its answer is reasoning."""
+        tokenizer = self._ready.tokenizer
+        if request.prompt is None:
+            return tokenizer.encode_chat(request.messages, request.template_kwargs)
+        if isinstance(request.prompt, str):
+            return tokenizer.encode_text(request.prompt)
+        self._require_tokens(request.prompt, "prompt")
+        return Prompt(request.prompt, text="", first_user_end=0, in_reasoning=False)
+
+    def _require_tokens(self, ids: Iterable[int], param: str) -> None:
+        vocab = self._ready.vocab
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise InvalidRequest(f"There is no token {wrong[0]}: ids are 0 to {vocab - 1}.", param)
+
     def _sequence(
         self,
         request: ChatRequest,
@@ -190,11 +208,13 @@ class LocalBackend:
     ) -> Sequence:
         loaded, asked = self._ready, request.sampling
         room = self.max_model_len - len(prompt.ids)
-        if room < 1:
+        if not prompt.ids:
+            raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
+        if room < (1 if asked.max_tokens is None else min(asked.max_tokens, 1)):
             raise InvalidRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens, "
                 f"but the prompt alone has {len(prompt.ids)}.",
-                param="messages",
+                param="messages" if request.prompt is None else "prompt",
                 code="context_length_exceeded",
             )
         if asked.max_tokens is not None and asked.max_tokens > room:
@@ -203,6 +223,12 @@ class LocalBackend:
                 f"(prompt) + {asked.max_tokens} (answer) were asked for.",
                 param="max_tokens",
                 code="context_length_exceeded",
+            )
+        if asked.prompt_logprobs is not None and len(prompt.ids) * (1 + asked.prompt_logprobs) > MOST_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"A prompt of {len(prompt.ids)} tokens can be told of with at most "
+                f"{MOST_PROMPT_LOGPROBS // len(prompt.ids) - 1} alternatives to each.",
+                param="logprobs",
             )
         params = self._params(asked, prompt)
         drafter = loaded.default
@@ -216,10 +242,11 @@ class LocalBackend:
             id=request.id,
             prompt=prompt.ids,
             sampler=Sampler(params, loaded.vocab, prompt.ids, matcher),
-            max_tokens=asked.max_tokens or min(room, DEFAULT_MAX_TOKENS),
+            max_tokens=min(room, DEFAULT_MAX_TOKENS) if asked.max_tokens is None else asked.max_tokens,
             eos_ids=params.stop_token_ids,
             text=AnswerText(loaded.tokenizer.text_bytes, asked.stop),
             alternatives=asked.top_logprobs,
+            prompt_alternatives=asked.prompt_logprobs,
             on_emission=deliver,
             drafter=drafter,
             prediction=PredictionState(prompt.ids, predicted) if predicted else None,
@@ -235,9 +262,8 @@ class LocalBackend:
             name: getattr(defaults, name) if (value := getattr(asked, name)) is None else value
             for name in (*("temperature", "top_p", "top_k", "min_p"), *PENALTIES)
         }
-        if wrong := [token for token in (*asked.logit_bias, *asked.stop_token_ids) if not 0 <= token < loaded.vocab]:
-            where = "logit_bias" if wrong[0] in asked.logit_bias else "stop_token_ids"
-            raise InvalidRequest(f"There is no token {wrong[0]}: ids are 0 to {loaded.vocab - 1}.", param=where)
+        self._require_tokens(asked.logit_bias, "logit_bias")
+        self._require_tokens(asked.stop_token_ids, "stop_token_ids")
         ends = frozenset() if asked.ignore_eos else loaded.tokenizer.eos_ids
         return SamplingParams(
             **given,

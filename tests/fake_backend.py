@@ -164,13 +164,13 @@ class FakeBackend:
             case str(text):
                 return tuple(text.encode()), text
             case ids:
-                return ids, self.detokenize(ids)
+                return ids, (await self.detokenize(ids)).decode("utf-8", "replace")
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
         """Of a raw prompt a token is a byte."""
         if wrong := [token for token in ids if not 0 <= token < 256]:
             raise InvalidRequest(f"There is no token {wrong[0]}.", param="tokens")
-        return bytes(ids).decode("utf-8", "replace")
+        return bytes(ids)
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         self.requests.append(request)
@@ -190,6 +190,9 @@ class FakeBackend:
             prompt, _ = await self.tokenize(request)
             recital = _Recital(request, prompt, script, drafter, self.steps.setdefault(drafter, []))
             await _pause(stop, script.first_pause)
+            scored = recital.prompt_tokens()
+            for at in range(0, len(scored), 4):
+                yield ChatEvent(prompt_tokens=scored[at : at + 4])
             while True:
                 await _pause(stop, script.pause)
                 event = recital.next(cancelled=stop.is_set())
@@ -277,13 +280,15 @@ class _Recital:
         others = tuple(Alternative(i, f"alt{i}", f"alt{i}".encode(), -float(i) or float("-inf")) for i in wanted)
         return TokenInfo(100 + index, data.decode("utf-8", "replace"), data, -0.5 * (index + 1), others)
 
-    def _prompt_tokens(self) -> tuple[TokenInfo, ...]:
+    def prompt_tokens(self) -> tuple[TokenInfo, ...]:
         if (wanted := self.request.sampling.prompt_logprobs) is None:
             return ()
         others = tuple(Alternative(i, f"alt{i}", f"alt{i}".encode(), -float(i)) for i in range(wanted))
         spelled = [bytes([token % 256]) for token in self.prompt]
         return tuple(
-            TokenInfo(token, data.decode("utf-8", "replace"), data, -0.25 * at or float("nan"), others if at else ())
+            TokenInfo(
+                token, data.decode("utf-8", "replace"), data, -0.25 * at or float("nan"), others if at else (), at
+            )
             for at, (token, data) in enumerate(zip(self.prompt, spelled, strict=True))
         )
 
@@ -310,7 +315,6 @@ class _Recital:
             content=self.text["content"],
             reasoning=self.text["reasoning"],
             tool_calls=tuple(self.calls),
-            prompt_tokens=self._prompt_tokens(),
             error="out of memory" if finish == "error" else None,
             first_user_end=4 if self.request.prompt is None else 0,
             reasoning_tokens=len(self.script.thought) or None,

@@ -45,13 +45,15 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._snapshots)
 
-    def begin(self, prompt: Sequence[int], salt: str, pages: int) -> tuple[Place, Snapshot | None] | None:
-        """A place of so many pages for a prompt, with as much of the prompt as is known.
+    def begin(
+        self, prompt: Sequence[int], salt: str, pages: int, look_up: bool = True
+    ) -> tuple[Place, Snapshot | None] | None:
+        """A place of so many pages for a prompt, with as much of the prompt as is known; without `look_up`, none of it.
 
         Whole pages of it are shared, the rest of the last and the state are copied. A hit ends before the prompt's last
         token. None, and nothing dropped, where there is no room.
         """
-        known = self._find(prompt, salt)
+        known = self._find(prompt, salt) if look_up else None
         # Where a hit's copy has no room beside its source, the source must go.
         for snapshot in (known, None) if known else (None,):
             place = self._place(len(prompt), pages, snapshot)

@@ -105,7 +105,7 @@ class Scheduler:
         sequence.place = place
         sequence.prefilled = snapshot.boundary if snapshot else 0
         sequence.replayed = 0
-        if self.prefix is not None and sequence.admitted_at is None:
+        if self.prefix is not None and sequence.admitted_at is None and not sequence.scoring:
             sequence.cached = sequence.prefilled
             self.prefix.count(len(sequence.prompt), sequence.cached)
         if sequence.drafter:
@@ -117,7 +117,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, pages: int) -> tuple[Place, Snapshot | None] | None:
         if self.prefix is not None:
-            return self.prefix.begin(sequence.prompt, sequence.salt, pages)
+            return self.prefix.begin(sequence.prompt, sequence.salt, pages, look_up=not sequence.scoring)
         if not self._room(pages):
             return None
         place = Place(len(sequence.prompt))

@@ -17,21 +17,24 @@ from backend.text.answer import AnswerText
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """A token the target chose, with its raw log-softmax and the leading (id, logprob) alternatives."""
+    """A token the target chose, or one of the prompt and its rank, with its raw log-softmax and the leading (id,
+    logprob) alternatives."""
 
     token_id: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
 class Emission:
-    """What a step gave a sequence; `finish` is set on the last one."""
+    """What a step gave a sequence, or what a chunk told of its `prompt`; `finish` is set on the last one."""
 
     text: str
     tokens: tuple[EmittedToken, ...]
     finish: FinishReason | None = None
     error: str | None = None
+    prompt: tuple[EmittedToken, ...] = ()
 
 
 @dataclass(eq=False)
@@ -51,12 +54,14 @@ class Sequence:
     prediction: PredictionState | None = None  # of the client's predicted output
     salt: str = ""  # sequences of different salts share no prefix
     last_turn: int = 0  # where the prompt's last user turn begins
+    prompt_alternatives: int | None = None  # to tell of each token of the prompt; None: nothing is told of it
 
     place: Place | None = None  # None while it waits
     draft_state: Any = None
     prefilled: int = 0  # prompt tokens in memory
     replayed: int = 0  # generated tokens in memory
     cached: int = 0  # prompt tokens found in the prefix cache
+    scored: int = 0  # prompt tokens told of
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -80,6 +85,11 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.place is not None and self.place.slot is not None
+
+    @property
+    def scoring(self) -> bool:
+        """Is something of its prompt still to be told? Then every row of it has to be run."""
+        return self.prompt_alternatives is not None and self.scored < len(self.prompt)
 
     @property
     def held(self) -> int:

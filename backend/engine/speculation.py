@@ -25,6 +25,7 @@ from backend.ops.delta_replay import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
+SCORED_ROWS = 16
 PREDICTION, GRAMMAR = "prediction", "grammar"  # sources of drafts beside the drafters
 
 
@@ -53,7 +54,12 @@ class Speculation:
         if sequence.drafter:
             sequence.drafter.prefill(sequence.draft_state, tokens, hidden, start, len(chunk))
         sequence.prefilled += len(chunk)
+        if sequence.scoring:
+            self._score(sequence, hidden[0], start)
         if sequence.prefilled < len(sequence.prompt):
+            return
+        if not sequence.max_tokens:
+            sequence.end("length")
             return
         last = hidden[:, len(chunk) - 1 : len(chunk)]  # [1, 1, H]
         if sequence.tokens:  # it was preempted: what follows is known
@@ -64,6 +70,22 @@ class Speculation:
         chosen = SamplerBatch([sequence.sampler], [sequence.length]).verify(logits, none)
         _, told, logprobs = _read(chosen, chosen, _logprobs(logits, chosen))
         self._emit(sequence, logits[0], last[0], told[0], logprobs[0], [])
+
+    def _score(self, sequence: Running, hidden: Tensor, start: int) -> None:
+        """Tell how likely the prompt's tokens are that follow the rows run last, hidden [R, H] from `start`.
+
+        A few rows' logits at a time: a vocabulary is wide.
+        """
+        told = [] if start or sequence.scored else [EmittedToken(sequence.prompt[0], math.nan, ())]
+        first, end = max(start + 1, sequence.scored), min(sequence.prefilled + 1, len(sequence.prompt))
+        for at in range(first, end, SCORED_ROWS):
+            tokens = torch.tensor(sequence.prompt[at : min(at + SCORED_ROWS, end)], device=hidden.device)
+            row = at - 1 - start
+            logits = self.runner.model.logits(hidden[row : row + len(tokens)])  # [r, V]
+            told += _scored(logits, tokens, sequence.prompt_alternatives or 0)
+        sequence.scored += len(told)
+        if told:
+            sequence.on_emission(Emission("", (), prompt=tuple(told)))
 
     def step(self, batch: Sequence[Running], alone: bool = True) -> None:
         """One verify step of all sequences being decoded, in the order of their slots; its counts are DESIGN §6's.
@@ -259,6 +281,18 @@ def _read(
         both = torch.stack((tokens.double(), chosen.double(), logprobs.double())).cpu()  # ids are exact in float64
         tokens, chosen, logprobs = both[0].long(), both[1].long(), both[2]
     return tokens.tolist(), chosen.tolist(), logprobs.tolist()
+
+
+def _scored(logits: Tensor, tokens: Tensor, alternatives: int) -> list[EmittedToken]:
+    """The given tokens int64 [r] by raw logits float32 [r, V]; of equal logits the lower id ranks first."""
+    mine = logits.gather(-1, tokens[:, None])  # [r, 1]
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ahead = (logits > mine) | ((logits == mine) & (ids < tokens[:, None]))
+    (given,), (ranks,), (logprobs,) = _read(tokens[None], ahead.sum(-1)[None] + 1, _logprobs(logits, tokens)[None])
+    if not all(map(math.isfinite, logprobs)):
+        raise GenerationFailed("the model produced logits that are not finite")
+    best = [_alternatives(row, alternatives) for row in logits]
+    return [EmittedToken(*one) for one in zip(given, logprobs, best, ranks, strict=True)]
 
 
 def _alternatives(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:

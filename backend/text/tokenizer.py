@@ -131,6 +131,17 @@ class ChatTokenizer:
         in_reasoning = thoughts[-1:] == [THINK]
         return Prompt(tuple(ids), quarantine.reveal(rendered), first_user_end, in_reasoning, last_user_start)
 
+    def encode_text(self, text: str) -> Prompt:
+        """Tokenize a whole prompt as its author wrote it: literals such as `<|im_start|>` in it are meant."""
+        require_text(text, "prompt")
+        ids: list[int] = []
+        pieces = self._literals.split(text)  # text, literal, text, …, text
+        for plain, literal in zip(pieces[::2], [*pieces[1::2], None], strict=True):
+            ids += self._plain.encode(plain, add_special_tokens=False).ids
+            if literal is not None:
+                ids.append(self._literal_ids[literal])
+        return Prompt(tuple(ids), text, first_user_end=0, in_reasoning=False)
+
     def plain(self, text: str) -> list[int]:
         """Token ids of `text`, in which no literal is special."""
         require_text(text, "text")
