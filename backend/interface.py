@@ -113,7 +113,7 @@ class TokenInfo:
     """One emitted token: log-softmax of the raw target logits, and the alternatives asked for, best first.
 
     `rank`, of a prompt's token: its place among all tokens by their logits, from 1. `silent`: a special token, of which
-    the answer's text shows nothing.
+    the answer's text shows nothing. `part`: of the answer, what the token belongs to, its markup included.
     """
 
     token_id: int
@@ -123,6 +123,7 @@ class TokenInfo:
     alternatives: tuple[Alternative, ...] = ()
     rank: int | None = None
     silent: bool = False
+    part: Literal["reasoning", "content", "call"] = "content"
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class _Recital:
         tokens = []
         for index in range(len(self.done), len(self.done) + count):
             word = self.todo.pop(0)
-            tokens.append(self._token(index, word.data))
+            tokens.append(replace(self._token(index, word.data), part=word.kind))
             if word.kind == "call":
                 deltas.append(self._call(word))
             else:
