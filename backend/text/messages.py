@@ -1,31 +1,32 @@
-"""OpenAI messages made ready for a chat template: content as one string, reasoning told apart from it.
+"""OpenAI messages made ready for a chat template: content as one string, reasoning told apart, arguments as mappings.
 
-Knows no tokenizer; must never change what a client said beyond joining and splitting it.
+Knows no tokenizer; must never change what a client said beyond joining, splitting and parsing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from backend.interface import InvalidRequest
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def flatten(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """`message` with its content as a string or None; raises InvalidRequest naming the part that is not text.
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as Qwen's template takes them; raises InvalidRequest naming what it could not.
 
-    `index`: the message's place, for the error.
+    Content is a string or None, a call's arguments are a mapping, a developer is the system, and what the system says
+    before anybody else is one message.
     """
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"messages[{index}] must be an object", param="messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return dict(message)
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"messages[{index}].content must be text, a list of parts or null", param="messages")
-    return {**message, "content": "".join(_text(f"messages[{index}].content[{at}]", p) for at, p in enumerate(content))}
+    turns = [_for_template(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    leading = list(takewhile(lambda turn: turn.get("role") == "system", turns))
+    if len(leading) > 1:
+        said = [turn["content"] for turn in leading if turn.get("content")]
+        turns[: len(leading)] = [{"role": "system", "content": "\n\n".join(said)}]
+    return turns
 
 
 def split_reasoning(message: Mapping[str, Any], stand_in: Callable[[str], str]) -> dict[str, Any]:
@@ -46,6 +47,48 @@ def split_reasoning(message: Mapping[str, Any], stand_in: Callable[[str], str]) 
     if indent := answer[: len(answer) - len(answer.lstrip())]:
         answer = stand_in(indent) + answer[len(indent) :]
     return {**message, "reasoning_content": reasoning, "content": answer}
+
+
+def _for_template(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} must be an object", param="messages")
+    turn = dict(message)
+    content = turn.get("content")
+    if isinstance(content, list | tuple):
+        turn["content"] = "".join(_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(f"{where}.content must be text, a list of parts or null", param="messages")
+    if turn.get("role") == "developer":
+        turn["role"] = "system"
+    if isinstance(turn.get("reasoning"), str) and not isinstance(turn.get("reasoning_content"), str):
+        turn["reasoning_content"] = turn["reasoning"]
+    if isinstance(calls := turn.get("tool_calls"), list | tuple):
+        turn["tool_calls"] = [_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
+    return turn
+
+
+def _call(where: str, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("arguments") is None:
+        return call
+    arguments = _arguments(f"{where}.function.arguments", function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(where: str, given: Any) -> Mapping[str, Any]:
+    """OpenAI's are JSON text; an empty one stands for none."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given, parse_constant=_no_constant) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{where} is not valid JSON: {error}", param=where) from None
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{where} must be a JSON object", param=where)
+    return given
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _text(where: str, part: Any) -> str:

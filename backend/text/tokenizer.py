@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from backend.interface import BackendError, InvalidRequest
-from backend.text.messages import flatten, split_reasoning
+from backend.text.messages import for_template, split_reasoning
 from backend.text.untrusted import Quarantine, literal_pattern, require_text
 
 TURN_START, TURN_END, THINK, END_THINK = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
@@ -103,17 +103,28 @@ class ChatTokenizer:
         except (BackendError, ValueError) as error:
             raise BackendError(f"cannot use the tokenizer in {directory}: {_one_line(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The conversation as text, the client's literals and the template's not told apart."""
-        rendered, quarantine = self._render(messages, template_kwargs)
+        rendered, quarantine = self._render(messages, template_kwargs, tools)
         return quarantine.reveal(rendered)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> Prompt:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
         """Render and tokenize. `template_kwargs` reach the template; `add_generation_prompt` is on unless given.
 
-        Raises InvalidRequest with the template's own words where it refuses the conversation.
+        `tools` stand before any of `template_kwargs`. Raises InvalidRequest with the template's own words where it
+        refuses the conversation.
         """
-        rendered, quarantine = self._render(messages, template_kwargs)
+        rendered, quarantine = self._render(messages, template_kwargs, tools)
         ids: list[int] = []
         first_user_end, last_user_start, in_user, literal = 0, 0, False, ""
         pieces = self._literals.split(rendered)  # text, literal, text, …, text
@@ -169,22 +180,27 @@ class ChatTokenizer:
         return tuple(index for index in range(model_vocab) if index not in self._pieces)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> tuple[str, Quarantine]:
         """The rendered text, client literals hidden in it, and the quarantine that shows them again."""
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]!r}", param="chat_template_kwargs")
         try:
-            require_text(messages, "messages")
             require_text(template_kwargs, "chat_template_kwargs")
-            turns = [flatten(index, message) for index, message in enumerate(messages)]
-            quarantine = Quarantine(self._literal_ids, turns, template_kwargs, self.template, self._template_constants)
+            require_text(tools, "tools")
+            turns = for_template(messages)
+            require_text(turns, "messages")
+            given = {**template_kwargs, **({"tools": tools} if tools else {})}
+            quarantine = Quarantine(self._literal_ids, turns, given, self.template, self._template_constants)
             if self._splits_reasoning:
                 turns = [split_reasoning(turn, quarantine.stand_in) for turn in turns]
             rendered, _ = render_jinja_template(
                 conversations=[quarantine.hide(turns)],
                 chat_template=self.template,
-                **{"add_generation_prompt": True, **self._template_constants, **quarantine.hide(template_kwargs)},
+                **{"add_generation_prompt": True, **self._template_constants, **quarantine.hide(given)},
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(_one_line(error), param="messages") from error
