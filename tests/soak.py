@@ -31,7 +31,10 @@ TEXT = "the list of all words that a path or a file can hold returns none if it 
 WORDS = TEXT.split()
 SYSTEM = " ".join(random.Random(0).choices(WORDS, k=150))
 QUESTIONS = 60
-GROWTH = 24  # MiB that a server may take between a third of the time and its end
+# MiB that a server may take between a third of the time and its end. The first thousand requests fill caches, oneDNN's
+# of 1,024 kernels first of all (446 MiB at the start, 506 after 30 s, 557 after 170, 559 after 200): a short run can
+# only tell what loses hundreds of KiB a request.
+GROWTH, GROWTH_WARM, WARM_SECONDS = 96, 24, 300
 
 
 @dataclass
@@ -170,7 +173,7 @@ def soak(checkpoint: Checkpoint, seconds: float, *flags: str, seed: int = 0) -> 
             early = max(sizes[len(sizes) // 6 : len(sizes) // 3])
             load.seen["MiB early"], load.seen["MiB late"] = round(early), round(sizes[-1])
             load.seen["preemptions"] = int(server.http.get("/v1/engine").json()["preemptions"])
-            assert sizes[-1] - early < GROWTH, sizes
+            assert sizes[-1] - early < (GROWTH_WARM if seconds >= WARM_SECONDS else GROWTH), sizes
             assert not [line for line in server.output if "Traceback" in line or "ERROR" in line], server.output
             assert server.stop() == 0
     return load
