@@ -463,9 +463,9 @@ def counting_every_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     count = PrefixCache.count
     begin = PrefixCache.begin
 
-    def begin_and_count(cache: PrefixCache, prompt: Ids[int], salt: str, pages: int) -> object:
+    def begin_and_count(cache: PrefixCache, prompt: Ids[int], salt: str, pages: int, look_up: bool = True) -> object:
         count(cache, len(prompt), 0)
-        return begin(cache, prompt, salt, pages)
+        return begin(cache, prompt, salt, pages, look_up)
 
     monkeypatch.setattr(PrefixCache, "begin", begin_and_count)
 
