@@ -37,6 +37,10 @@ class GenerationFailed(BackendError):
     """A running generation was ended by a fault of the backend."""
 
 
+class GenerationTimedOut(GenerationFailed):
+    """A generation was ended because it took too long."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What the answer must match: `kind` json_object (source empty), json_schema (JSON text), regex or lark."""
@@ -186,7 +190,7 @@ class Result:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # one per completion id, of the raw target distribution
-    seed: int
+    seed: int | None  # None: an upstream drew it, or none at all
     sampling: Mapping[str, Any]  # effective parameters: temperature, top_p, top_k, min_p, max_tokens, stop
     drafter: str  # name: "mtp", "none", ...
     steps: tuple[Step, ...]
@@ -202,6 +206,36 @@ class Result:
     accepted_prediction_tokens: int | None = None  # of `ChatRequest.prediction`; None where there was none
     rejected_prediction_tokens: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    upstream: Upstream | None = None  # where another server generated it
+
+    @property
+    def prompt_count(self) -> int:
+        """Prompt tokens, also where their ids are unknown."""
+        return len(self.prompt_ids) if self.upstream is None else self.upstream.prompt_tokens
+
+    @property
+    def completion_count(self) -> int:
+        """Emitted tokens of the whole answer, also where their ids are unknown."""
+        return len(self.completion_ids) if self.upstream is None else self.upstream.completion_tokens
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What only an upstream's answer has. Ids that it did not tell are unknown, not empty.
+
+    The counts are those of the whole answer, 0 where the upstream told none, and 0 on `siblings`: the further choices
+    of the same answer, each a row of its own. `status` and `headers` are for a client that has heard nothing yet when
+    the answer fails; `error_body` is the upstream's own, to be passed on as it is.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_told: bool = False
+    completion_told: bool = False
+    siblings: tuple[Result, ...] = ()
+    status: int = 200
+    error_body: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -267,12 +301,14 @@ class EngineStats:
 
     running: int
     waiting: int
-    kv_cache_usage: float  # 0 … 1: pages held by running sequences
+    kv_cache_usage: float | None  # 0 … 1: pages held by running sequences; None: the backend has no cache of its own
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found
     preemptions: int
     draft_tokens: int  # K of the last verify step
     drafters: tuple[DrafterStats, ...]  # one per loaded drafter, the default first
+    restarts: int = 0  # of an engine that had crashed
+    upstream_metrics: str = ""  # an upstream's own metrics, in Prometheus' text format, as long as they are fresh
 
 
 class ChatBackend(Protocol):
@@ -288,7 +324,11 @@ class ChatBackend(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether a request given now would start."""
+
+    def failed(self) -> bool:
+        """Whether it will never be ready again: only a new process can be."""
 
     def engine(self) -> Mapping[str, Any]:
         """JSON-ready view for an operator: running and waiting sequences, K in use, cache pages and snapshots."""

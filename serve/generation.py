@@ -18,10 +18,13 @@ from backend.interface import (
     ChatEvent,
     ChatRequest,
     GenerationFailed,
+    GenerationTimedOut,
     InvalidRequest,
     Result,
     Timings,
+    ToolCall,
 )
+from serve import logs
 from serve.metrics import Metrics
 from serve.record import Origin, Recorder
 
@@ -31,11 +34,18 @@ log = logging.getLogger(__name__)
 class Generation:
     """Runs from construction on. `begin` it, then iterate `events`; `cancel` it when nobody wants the rest.
 
-    The event that carries the result is passed on only once the row is committed, or late (law L3).
+    The event that carries the result is passed on only once the row is committed, or late (law L3). One that has not
+    ended `timeout` seconds after its request arrived is cancelled, and told as GenerationTimedOut.
     """
 
     def __init__(
-        self, backend: ChatBackend, recorder: Recorder, metrics: Metrics, request: ChatRequest, origin: Origin
+        self,
+        backend: ChatBackend,
+        recorder: Recorder,
+        metrics: Metrics,
+        request: ChatRequest,
+        origin: Origin,
+        timeout: float | None = None,
     ) -> None:
         self._backend = backend
         self._recorder = recorder
@@ -46,11 +56,19 @@ class Generation:
         self._first: ChatEvent | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
+        self._calls: dict[int, ToolCall] = {}
         self._tokens = 0
         self._last_token_at: float | None = None
         self._over = False
         self._cancelled = False
+        self._timeout, self._timed_out = timeout, False
         self.task = asyncio.create_task(self._run(), name=f"generation {origin.id}")
+        if timeout is not None:
+            left = timeout - (time.perf_counter() - origin.arrived)
+            limit = asyncio.get_running_loop().call_later(left, self._time_out)
+            self.task.add_done_callback(lambda _: limit.cancel())
+        if line := logs.current.get():
+            line.began(origin.id, self.task)
 
     async def begin(self) -> None:
         """Wait for the first event. Raises InvalidRequest or BackendUnavailable where the generation never started."""
@@ -72,6 +90,10 @@ class Generation:
         if not (self._over or self._cancelled):
             self._cancelled = True
             self._backend.cancel(self._request.id)
+
+    def _time_out(self) -> None:
+        self._timed_out = not (self._over or self._cancelled)
+        self.cancel()
 
     async def _next(self) -> ChatEvent:
         item = await self._items.get()
@@ -104,16 +126,23 @@ class Generation:
             self._measure(event)
             self._content.append(event.content)
             self._reasoning.append(event.reasoning)
+            for delta in event.tool_calls:
+                call = self._calls.get(delta.index) or ToolCall(delta.id or "", delta.name or "", "")
+                self._calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
             if event.result is None:
                 self._items.put_nowait(event)
                 if self._cancelled:
                     self._backend.cancel(self._request.id)  # again: it may have come before the backend knew the id
                 continue
             # The last tokens need not wait for the commit, only the end does.
-            self._items.put_nowait(replace(event, result=None))
+            self._items.put_nowait(replace(event, result=None, raw=()))
             result = event.result
+            late: GenerationTimedOut | None = None
+            if self._timed_out and result.finish_reason == "cancelled":
+                late = GenerationTimedOut(f"The generation did not end within {self._timeout:g} s.")
+                result = replace(result, error=str(late))
             await self._settle(result)
-            self._items.put_nowait(ChatEvent(result=result))
+            self._items.put_nowait(late or ChatEvent(result=result, raw=event.raw))
         if result is None:
             raise GenerationFailed("The engine ended the generation without a result.")
 
@@ -122,10 +151,10 @@ class Generation:
         return bool(self._content)
 
     def _measure(self, event: ChatEvent) -> None:
-        if not event.tokens:
+        if not (event.tokens or event.content or event.reasoning or event.tool_calls):
             return
         now = time.perf_counter()
-        count = len(event.tokens)
+        count = len(event.tokens)  # 0 where an upstream tells text alone
         if self._last_token_at is None:
             self._metrics.time_to_first_token.observe(now - self._origin.arrived)
         else:
@@ -138,15 +167,23 @@ class Generation:
     async def _settle(self, result: Result) -> None:
         """Count the end and commit the row."""
         self._over = True
-        self._metrics.prompt_tokens.inc(len(result.prompt_ids))
-        self._metrics.generation_tokens.inc(max(0, len(result.completion_ids) - self._tokens))
-        self._metrics.queue_time.observe(result.timings.queue_ms / 1000)
-        await self._recorder.record(self._origin, result)
+        if line := logs.current.get():
+            line.ended(result)
+        self._metrics.prompt_tokens.inc(result.prompt_count)
+        self._metrics.generation_tokens.inc(max(0, result.completion_count - self._tokens))
+        siblings = () if result.upstream is None else result.upstream.siblings
+        if result.upstream is None:
+            self._metrics.queue_time.observe(result.timings.queue_ms / 1000)
+        await asyncio.gather(
+            self._recorder.record(self._origin, result),
+            *(self._recorder.record(self._origin.sibling(), sibling) for sibling in siblings),
+        )
         self._metrics.e2e_latency.observe(time.perf_counter() - self._origin.arrived)
-        self._metrics.requests.labels(result.finish_reason).inc()
+        for one in (result, *siblings):
+            self._metrics.requests.labels(one.finish_reason).inc()
 
     def _broken(self, error: Exception) -> Result:
-        """The result of a generation whose backend broke off without giving one: its text, no tokens."""
+        """The result of a generation whose backend broke off without giving one: what it said, no tokens."""
         info, asked = self._backend.info(), self._request.sampling
         return Result(
             finish_reason="error",
@@ -161,5 +198,6 @@ class Generation:
             timings=Timings(queue_ms=0.0, prompt_n=0, prompt_ms=0.0, predicted_n=0, predicted_ms=0.0),
             content="".join(self._content),
             reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls.values()),
             error=str(error) or type(error).__name__,
         )

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from backend.interface import DrafterStats, EngineStats
+from serve.metrics_upstream import speculation_of_upstream
 
 PREFIX = "draftloop_"
 STATUSES = ("finished", "cancelled", "failed", "opted_out")
@@ -92,14 +93,21 @@ class _Scrape(Collector):
             return
         yield _gauge("num_requests_running", "Requests being decoded.", stats.running)
         yield _gauge("num_requests_waiting", "Requests waiting for admission.", stats.waiting)
-        yield _gauge(
-            "kv_cache_usage_ratio", "Share of the KV pages held by running requests, 0 to 1.", stats.kv_cache_usage
-        )
-        yield _total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries)
-        yield _total("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", stats.prefix_cache_hits)
-        yield _total("num_preemptions", "Running requests set back to waiting for lack of cache.", stats.preemptions)
-        yield _gauge("spec_decode_draft_length", "Draft tokens a sequence in the last verify step.", stats.draft_tokens)
-        yield from _speculation(stats.drafters)
+        if stats.kv_cache_usage is None:
+            yield from speculation_of_upstream(stats.upstream_metrics)
+        else:
+            yield from _engine(stats, stats.kv_cache_usage)
+
+
+def _engine(stats: EngineStats, cache_usage: float) -> Iterator[Metric]:
+    """What only an engine of this process has."""
+    yield _gauge("kv_cache_usage_ratio", "Share of the KV pages held by running requests, 0 to 1.", cache_usage)
+    yield _total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries)
+    yield _total("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", stats.prefix_cache_hits)
+    yield _total("num_preemptions", "Running requests set back to waiting for lack of cache.", stats.preemptions)
+    yield _total("engine_restarts", "Times the engine was started again after a crash.", stats.restarts)
+    yield _gauge("spec_decode_draft_length", "Draft tokens a sequence in the last verify step.", stats.draft_tokens)
+    yield from _speculation(stats.drafters)
 
 
 def _speculation(drafters: Sequence[DrafterStats]) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +38,17 @@ class Origin:
 
     model: str
     body: Mapping[str, Any]  # as the client sent it; headers are never part of it
-    client: str | None = None
+    client: str | None = None  # the tag of the row
+    key: str | None = None  # the name of the API key
     opted_out: bool = False
     arrived: float = field(default_factory=time.perf_counter)  # seconds, of the monotonic clock
     created_at: str = field(default_factory=utc_now)
-    id: str = field(default_factory=new_id)  # of the row; the response's id carries it
+    id: str = field(default_factory=new_id)  # of the row; the response's id carries that of its first row
+    response: str | None = None  # the first row's id, in the others of one response
+
+    def sibling(self) -> Origin:
+        """Of another generation for the same response, in a row of its own."""
+        return replace(self, id=new_id(), response=self.response or self.id)
 
 
 def open_writer(settings: Settings) -> CaptureWriter | None:
@@ -111,7 +117,7 @@ class Recorder:
 def to_generation(origin: Origin, result: Result) -> Generation:
     """The row of a generation, however it ended."""
     status = STATUS[result.finish_reason]
-    prints = result.fingerprints
+    prints, away = result.fingerprints, result.upstream
     return Generation(
         id=origin.id,
         created_at=origin.created_at,
@@ -125,13 +131,17 @@ def to_generation(origin: Origin, result: Result) -> Generation:
         build=prints.build,
         drafter=result.drafter,
         seed=result.seed,
-        parameters=result.sampling,
+        parameters={**result.sampling, **({"response": origin.response} if origin.response else {})},
         request=origin.body,
         response_text=result.content,
         reasoning=result.reasoning,
-        prompt_tokens=result.prompt_ids,
-        completion_tokens=result.completion_ids,
-        logprobs=result.logprobs,
+        tool_calls=[
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in result.tool_calls
+        ],
+        prompt_tokens=None if away and not away.prompt_told else result.prompt_ids,
+        completion_tokens=None if away and not away.completion_told else result.completion_ids,
+        logprobs=None if away and not away.completion_told else result.logprobs,
         steps=[(step.drafted, step.accepted) for step in result.steps],
         timings={"queue_ms": result.timings.queue_ms, **timings(result).model_dump()},
         client=origin.client,

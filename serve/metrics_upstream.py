@@ -1,0 +1,85 @@
+"""An upstream's own speculation counters, read from its /metrics and told under our names with drafter="upstream".
+
+Knows the names that servers use; invents nothing: what an upstream does not tell is absent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+DRAFTER = "upstream"
+PREFIX = "draftloop_spec_decode_"
+
+# Our name and meaning, and every sample that has it elsewhere: vLLM's, our own, and llama.cpp's in its builds that
+# tell any. Each adds up over the labels that are not ours.
+TOTALS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "num_drafts": (
+        "Verify steps that proposed at least one slot.",
+        ("vllm:spec_decode_num_drafts_total", "draftloop_spec_decode_num_drafts_total"),
+    ),
+    "num_draft_tokens": (
+        "Draft tokens proposed.",
+        (
+            "vllm:spec_decode_num_draft_tokens_total",
+            "draftloop_spec_decode_num_draft_tokens_total",
+            "llamacpp:n_drafted_total",
+            "llamacpp:n_draft_total",
+        ),
+    ),
+    "num_accepted_tokens": (
+        "Draft tokens accepted.",
+        (
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "draftloop_spec_decode_num_accepted_tokens_total",
+            "llamacpp:n_drafted_accepted_total",
+            "llamacpp:n_draft_accepted_total",
+            "llamacpp:n_accepted_total",
+        ),
+    ),
+}
+PER_POSITION: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "num_draft_tokens_per_pos": (
+        "Verify steps in which the slot was proposed.",
+        ("draftloop_spec_decode_num_draft_tokens_per_pos_total",),
+    ),
+    "num_accepted_tokens_per_pos": (
+        "Verify steps in which this slot and all before it were accepted.",
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "draftloop_spec_decode_num_accepted_tokens_per_pos_total",
+        ),
+    ),
+}
+
+log = logging.getLogger(__name__)
+
+
+def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
+    """The counters in a text of Prometheus' format; none where it is empty or cannot be read."""
+    try:
+        samples = [sample for family in text_string_to_metric_families(exposition) for sample in family.samples]
+    except ValueError as error:
+        log.warning("the upstream's metrics cannot be read: %s", error)
+        return
+    for name, (help_text, theirs) in TOTALS.items():
+        found = [sample for sample in samples if sample.name in theirs]
+        if found:
+            total = CounterMetricFamily(PREFIX + name, help_text, labels=["drafter"])
+            # A build that told one count under two of these names would count it twice.
+            total.add_metric([DRAFTER], sum(sample.value for sample in found if sample.name == found[0].name))
+            yield total
+    for name, (help_text, theirs) in PER_POSITION.items():
+        counts: dict[int, float] = defaultdict(float)
+        for sample in samples:
+            if sample.name in theirs and sample.labels.get("position", "").isdecimal():
+                counts[int(sample.labels["position"])] += sample.value
+        if counts:
+            per_position = CounterMetricFamily(PREFIX + name, help_text, labels=["drafter", "position"])
+            for position in sorted(counts):
+                per_position.add_metric([DRAFTER, str(position)], counts[position])
+            yield per_position
