@@ -188,7 +188,8 @@ class LocalBackend:
         """A raw prompt is taken as it is: no turn of it is known, and nothing of its answer is reasoning."""
         tokenizer = self._ready.tokenizer
         if request.prompt is None:
-            return tokenizer.encode_chat(request.messages, request.template_kwargs)
+            tools = request.tools if request.tool_choice != "none" else ()
+            return tokenizer.encode_chat(request.messages, request.template_kwargs, tools)
         if isinstance(request.prompt, str):
             return tokenizer.encode_text(request.prompt)
         self._require_tokens(request.prompt, "prompt")
