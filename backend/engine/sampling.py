@@ -7,7 +7,6 @@ other sequences of a batch, the length of a block and the drafter least of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,40 +16,9 @@ from torch import Tensor
 from backend.engine import choose_on_device, choose_on_host
 from backend.engine.parameters import SamplingParams
 from backend.engine.processors import Processors
+from backend.text.phases import Matcher
 
 __all__ = ["Matcher", "Sampler", "SamplerBatch", "SamplingParams", "leading"]
-
-
-class Matcher(Protocol):
-    """A grammar's progress through one answer (`backend.text.grammar.GrammarMatcher`)."""
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Ids that are the model's own end of text."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why the answer cannot go on, if it cannot."""
-
-    @property
-    def accepts(self) -> bool:
-        """The answer may end here."""
-
-    @property
-    def finished(self) -> bool:
-        """Nothing but an end may follow."""
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Which ids of text may come next: bool [vocabulary of the tokenizer]."""
-
-    def advance(self, token: int) -> bool:
-        """Take one token; False, and no change, where the grammar does not allow it."""
-
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens taken."""
-
-    def forced(self) -> list[int]:
-        """Tokens that must come next."""
 
 
 class Sampler:
@@ -73,7 +41,7 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """The grammar is complete: only ends are chosen."""
+        """The answer is complete: only ends are chosen."""
         return self.matcher is not None and self.matcher.finished
 
     @property
@@ -88,9 +56,11 @@ class Sampler:
             self._processors.accept(token)
         if self.matcher:
             self.matcher.advance(token)
+            if self.matcher.lifted:
+                self.matcher = None
 
     def forced(self, limit: int) -> list[int]:
-        """Up to `limit` tokens that the grammar leaves no choice about. As drafts: a wrong one costs time only."""
+        """Up to `limit` tokens that there is no choice about. As drafts: a wrong one costs time only."""
         return self.matcher.forced()[:limit] if self.matcher else []
 
     def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
@@ -101,17 +71,21 @@ class Sampler:
         edited = logits
         if self._processors:
             edited = self._processors.apply(logits, drafts, ends=not self.finished)
-        if self.matcher is None:
+        allowed = self._allowed(self.matcher) if self.matcher else None
+        if allowed is None:
             return edited
-        barred = torch.from_numpy(~self._allowed(self.matcher)).to(logits.device)
+        barred = torch.from_numpy(~allowed).to(logits.device)
         constrained = edited.masked_fill(barred, -torch.inf)
         # Where bans leave nothing of what the grammar allows, the grammar stands.
         stuck = constrained.amax(-1, keepdim=True) == -torch.inf
         return torch.where(stuck, logits.masked_fill(barred, -torch.inf), constrained)
 
-    def _allowed(self, matcher: Matcher) -> NDArray[np.bool_]:
-        text = matcher.allowed()[: self.vocab]
-        allowed = np.zeros(self.vocab, np.bool_)
+    def _allowed(self, matcher: Matcher) -> NDArray[np.bool_] | None:
+        """None: every id."""
+        text = matcher.allowed()
+        if text is None:
+            return None
+        text, allowed = text[: self.vocab], np.zeros(self.vocab, np.bool_)
         allowed[: len(text)] = text
         if matcher.accepts or not allowed.any():
             ends = [token for token in self.params.stop_token_ids or matcher.ends if token < self.vocab]

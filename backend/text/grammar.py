@@ -1,6 +1,6 @@
 """Grammars an answer must match, compiled by llguidance against the model's vocabulary; an answer's way through one.
 
-Text only: no grammar can ask for a special token or for the end. Knows no logits and no request.
+Text only: no client's grammar can ask for a special token or for the end. Knows no logits and no request.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from backend.interface import Grammar, InvalidRequest
+from backend.text import tool_grammar
 from backend.text.tokenizer import ChatTokenizer
 
+BEGIN_CALL, END_CALL = "<tool_call>", "</tool_call>"
 MAX_SOURCE = 65_536  # characters of a schema or expression
 MAX_LARK_SOURCE = 8_192  # alternatives take quadratic time: two seconds here
 CACHED_GRAMMARS = 64
@@ -49,8 +53,12 @@ class GrammarCompiler:
         self._ends = tokenizer.eos_ids
         self._text = np.ones(tokenizer.vocab_size, np.bool_)
         self._text[[token for token in tokenizer.added_ids | self._ends if token < len(self._text)]] = False
+        self._tags = {tag: tokenizer.literal_id(tag) for tag in (BEGIN_CALL, END_CALL)}
+        self._text_and_tags = self._text.copy()
+        self._text_and_tags[[token for token in self._tags.values() if token is not None]] = True
         self._lock = threading.Lock()
         self._compiled = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
+        self._compiled_calls = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile_calls)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """At the start of an answer. Raises InvalidRequest in one line for what does not compile.
@@ -59,25 +67,51 @@ class GrammarCompiler:
         """
         return GrammarMatcher(self._compiled(grammar).deep_copy(), self._text, self._ends)
 
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, many: bool, begun: bool = False) -> GrammarMatcher:
+        """Of an answer that calls one of the tools, or with `many` some, and says nothing else.
+
+        `begun`: the token that begins the first call is there already. Raises InvalidRequest as `matcher` does.
+        """
+        if not self._ends:
+            raise _invalid_tools("the model has no end of text")
+        tags = [
+            json.dumps(tag) if token is None else f"<[{token}]>"  # as llguidance spells text, and a token of its own
+            for tag, token in self._tags.items()
+        ]
+        try:
+            source = tool_grammar.source(tools, *tags, many=many, begun=begun)
+        except ValueError as error:
+            raise _invalid_tools(str(error)) from None
+        return GrammarMatcher(self._compiled_calls(source).deep_copy(), self._text_and_tags, self._ends)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._ends:
             raise _invalid(grammar, "the model has no end of text")
         most = MAX_LARK_SOURCE if grammar.kind == "lark" else MAX_SOURCE
         if len(grammar.source) > most:
             raise _invalid(grammar, f"it is longer than {most} characters")
-        with self._lock:
-            vocabulary = self._vocabulary
         try:
-            source = _llguidance_source(grammar)
+            return self._built(_llguidance_source(grammar), self._text)
         except ValueError as error:
             raise _invalid(grammar, str(error)) from None
+
+    def _compile_calls(self, source: str) -> LLMatcher:
+        try:
+            return self._built(LLMatcher.grammar_from_lark(source), self._text_and_tags)
+        except ValueError as error:
+            raise _invalid_tools(str(error)) from None
+
+    def _built(self, source: str, text: NDArray[np.bool_]) -> LLMatcher:
+        """Raises ValueError."""
+        with self._lock:
+            vocabulary = self._vocabulary
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
-        fresh = GrammarMatcher(matcher, self._text, self._ends)
+        fresh = GrammarMatcher(matcher, text, self._ends)
         reason = fresh.failure
         if not (reason or fresh.accepts or fresh.allowed().any()):
             reason = fresh.failure or _NO_TEXT
         if reason:
-            raise _invalid(grammar, "no text matches it" if reason.startswith(_NO_TEXT) else reason)
+            raise ValueError("no text matches it" if reason.startswith(_NO_TEXT) else reason)
         return matcher
 
     @cached_property
@@ -86,7 +120,9 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """One answer's progress, a stack of tokens. Ids of text only; the ends of text are the caller's to allow."""
+    """One answer's progress, a `backend.text.phases.Matcher`. The ends of text are the caller's to allow."""
+
+    lifted = False
 
     def __init__(self, matcher: LLMatcher, text: NDArray[np.bool_], ends: frozenset[int]) -> None:
         self._matcher, self._text, self.ends = matcher, text, ends
@@ -191,6 +227,10 @@ def _llguidance_source(grammar: Grammar) -> str:
 def _invalid(grammar: Grammar, reason: str) -> InvalidRequest:
     name, field = _NAMES[grammar.kind]
     return InvalidRequest(f"the {name} cannot be used: {_one_line(reason)}", param=field)
+
+
+def _invalid_tools(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the tools cannot be used: {_one_line(reason)}", param="tools")
 
 
 def _one_line(reason: str) -> str:

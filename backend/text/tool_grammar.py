@@ -1,0 +1,293 @@
+"""The grammar, in llguidance's Lark, of an answer that calls tools as Qwen3.5's chat template spells calls.
+
+A function's parameters come in its schema's order, each written by its type: text as it is, all else as JSON. Knows
+schemas alone, no token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+MAX_PARAMETERS = 512  # of all tools together
+_END_OF_VALUE = "\n</parameter>"
+# What a model that likes white space may write of it between two tokens of JSON.
+_WHITESPACE = r"[ \t\r\n]{0,32}"
+_NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # of names to schemas
+_OF_TEXT = ("pattern", "minLength", "maxLength", "format")
+_OF_TYPE = {
+    "object": ("properties", "additionalProperties", "required", "patternProperties", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "contains", "uniqueItems"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+
+
+def source(tools: Sequence[Mapping[str, Any]], begin: str, end: str, *, many: bool, begun: bool) -> str:
+    """Calls of `tools`, OpenAI's objects: one, or with `many` some. `begin` and `end`: the tags, as Lark spells them.
+
+    With `begun` the first call goes on after its first tag. Patterns and lengths of text count where a function is
+    strict. Raises ValueError in one line, naming the function.
+    """
+    rules = _Rules()
+    names = [rules.add(_function(rules, tool["function"])) for tool in tools]
+    call = f'"\\n" {_any_of(names)} "\\n" {end}'
+    more = f' ("\\n" {begin} {call})*' if many else ""
+    return "\n".join([f"start: {'' if begun else begin} {call}{more}", *rules.lines, ""])
+
+
+@dataclass
+class _Rules:
+    """Lines of the grammar so far; `parameters`: how many they spell."""
+
+    lines: list[str] = field(default_factory=list)
+    parameters: int = 0
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def add(self, body: str, attributes: str = "") -> str:
+        """A rule's name, one for all that are alike."""
+        line = f"{attributes}: {body}"
+        if line not in self._names:
+            self._names[line] = f"r{len(self._names)}"
+            self.lines.append(self._names[line] + line)
+        return self._names[line]
+
+    def count_parameter(self) -> None:
+        self.parameters += 1
+        if self.parameters > MAX_PARAMETERS:
+            raise ValueError(f"there are more than {MAX_PARAMETERS} parameters")
+
+
+def _function(rules: _Rules, function: Mapping[str, Any]) -> str:
+    name, schema = function["name"], function.get("parameters")
+    try:
+        parameters = _parameters(rules, schema, strict=function.get("strict") is True) if schema is not None else ""
+    except RecursionError:
+        raise ValueError(f"{name}: the schema of its parameters refers to itself or is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return f'{_text(f"<function={name}>")} "\\n" {parameters} "</function>"'
+
+
+def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
+    document = _Document(schema, strict)
+    schema = document.resolved(schema)
+    if not isinstance(schema, Mapping):
+        raise ValueError("the schema of its parameters is not an object")
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if properties is None and not strict:
+        rules.count_parameter()
+        others = document.value(rules, schema.get("additionalProperties", True))
+        return f'("<parameter=" /[^<>\\s]+/ ">\\n" {others})*' if others else ""
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise ValueError("the schema of its parameters needs properties, an object, and required, a list, if any")
+    if unknown := [key for key in required if not isinstance(key, str) or key not in properties]:
+        raise ValueError(f"{unknown[0]!r} is required but not among the properties")
+    written = []
+    for key, of_key in properties.items():
+        rules.count_parameter()
+        value = document.value(rules, of_key)
+        if not value and key in required:
+            raise ValueError(f"no value of {key!r} is allowed")
+        if value and (not key or re.search(r"[<>\r\n]", key)):
+            raise ValueError(f"no parameter can be called {key!r}")
+        if value:
+            optional = "" if key in required else "?"
+            written.append(f'({_text(f"<parameter={key}>")} "\\n" {value}){optional}')
+    return " ".join(written)
+
+
+@dataclass(frozen=True)
+class _Literal:
+    """This very text."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Text as it is; `regex` is Lark's of the whole, empty where any will do."""
+
+    regex: str = ""
+
+
+@dataclass(frozen=True)
+class _Json:
+    """A value written as JSON."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The schema of a function's parameters, which its references point into."""
+
+    root: Any
+    strict: bool
+
+    def value(self, rules: _Rules, schema: Any) -> str:
+        """What matches a value of that schema and its end; empty where there is none."""
+        forms = list(dict.fromkeys(form for form in self._forms(schema) if not isinstance(form, _Json)))
+        schemas = [form.schema for form in self._forms(schema) if isinstance(form, _Json)]
+        if _Text() in forms:
+            forms, schemas = [_Text()], []  # whatever else it may be is text as well
+        texts = [form.regex or "/(?s:.*)/" for form in forms if isinstance(form, _Text)]
+        alternatives = [f'{rules.add(regex, f"[suffix={_text(_END_OF_VALUE)}]")} "\\n"' for regex in texts]
+        plain = [_text(form.value) for form in forms if isinstance(form, _Literal)]
+        plain += [rules.add(f"%json {json.dumps(self._alone(each))}") for each in schemas]
+        if plain:
+            alternatives.append(f'{_any_of(plain)} {_text(_END_OF_VALUE)} "\\n"')
+        return _any_of(alternatives) if alternatives else ""
+
+    def _forms(self, schema: Any) -> Iterator[_Literal | _Text | _Json]:
+        """The ways to write a value; more than the schema allows where it is not worth telling them apart."""
+        schema = self.resolved(schema)
+        if schema is False:
+            return
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"{str(schema)[:80]!r} is not a schema")
+        types = _types(schema)
+        if "const" in schema or "enum" in schema:
+            listed = [schema["const"]] if "const" in schema else schema["enum"]
+            if not isinstance(listed, list):
+                raise ValueError("an enum is not a list")
+            for value in listed:
+                if isinstance(value, str) and "string" in types:
+                    yield _literal(value)
+            if others := [value for value in listed if not isinstance(value, str)]:
+                yield _Json({"enum": others})
+        elif combining := next((keyword for keyword in ("anyOf", "oneOf", "allOf") if keyword in schema), None):
+            yield from self._combined(schema, combining)
+        else:
+            if "string" in types:
+                yield _Text(self._regex(schema))
+                types = [kind for kind in types if kind != "string"] if "type" in schema else []
+            if types:
+                yield _Json({**{key: of for key, of in schema.items() if key not in _OF_TEXT}, "type": types})
+
+    def _combined(self, schema: Mapping[str, Any], keyword: str) -> Iterator[_Literal | _Text | _Json]:
+        if not isinstance(schema[keyword], list):
+            raise ValueError(f"{keyword} is not a list")
+        base = {key: of for key, of in schema.items() if key != keyword}
+        parts = [self.resolved(part) for part in schema[keyword]]
+        if keyword == "allOf":
+            merged = [{key: of for part in (base, *parts) if isinstance(part, Mapping) for key, of in part.items()}]
+        else:
+            merged = [{**base, **part} if isinstance(part, Mapping) else part for part in parts]
+        forms = [form for each in merged for form in self._forms(each)]
+        if forms and all(isinstance(form, _Json) for form in forms):
+            yield _Json(schema)  # more exactly than merged
+        else:
+            yield from forms
+
+    def _regex(self, schema: Mapping[str, Any]) -> str:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not isinstance(least, int) or not (isinstance(most, int) or most == ""):
+            raise ValueError("a length is not an integer")
+        asked = []
+        if self.strict and "pattern" in schema:
+            asked.append(_whole_pattern(str(schema["pattern"])))
+        if self.strict and (least or most != ""):
+            asked.append(f"(?s:.{{{least},{most}}})")
+        if not asked:
+            return ""
+        asked = [f"/{regex}/" for regex in asked]
+        return " & ".join([*asked, r"~/(?s:.*)\n<\/parameter>(?s:.*)/"])  # which would end the value
+
+    def resolved(self, schema: Any) -> Any:
+        """The schema a reference stands for, with what stands beside it."""
+        for _ in range(64):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            beside = {key: of for key, of in schema.items() if key != "$ref"}
+            target = self._target(schema["$ref"])
+            schema = {**target, **beside} if isinstance(target, Mapping) else target
+        raise ValueError("a reference leads to itself")
+
+    def _target(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
+            raise ValueError(f"{str(reference)[:80]!r} does not refer to a part of the schema")
+        found = self.root
+        for step in unquote(reference).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(step)] if isinstance(found, list) else found[step]
+            except (LookupError, TypeError, ValueError):
+                raise ValueError(f"there is no {reference[:80]!r} in the schema") from None
+        return found
+
+    def _alone(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """On its own: references lead into a copy of the whole document."""
+        own = _without_notes(schema)
+        if "$ref" in json.dumps(own):
+            own["$defs"] = {"root": _without_notes(self.root)}
+        lenient = {"lenient": not self.strict, "coerce_one_of": not self.strict}
+        return {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE, **lenient}}
+
+
+def _without_notes(schema: Any) -> Any:
+    """What a schema demands, its references bent into `$defs/root`."""
+    if isinstance(schema, list):
+        return [_without_notes(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, of in schema.items():
+        if key == "$ref" and isinstance(of, str) and of.startswith("#"):
+            kept[key] = f"#/$defs/root{of[1:]}"
+        elif key in ("const", "enum"):
+            kept[key] = of
+        elif key in _MAPS and isinstance(of, Mapping):
+            kept[key] = {name: _without_notes(item) for name, item in of.items()}
+        elif key not in _NOTES and key != "x-guidance":
+            kept[key] = _without_notes(of)
+    return kept
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    """JSON's types that a value may be of; where none are named, those that its other keywords are about."""
+    named = schema.get("type")
+    if named is None:
+        if any(key in schema for key in _OF_TEXT):
+            return ["string"]
+        about = [kind for kind, keywords in _OF_TYPE.items() if any(key in schema for key in keywords)]
+        return about or list(_TYPES)
+    types = named if isinstance(named, list) else [named]
+    if wrong := [kind for kind in types if kind not in _TYPES]:
+        raise ValueError(f"there is no type {str(wrong[0])[:80]!r}")
+    return types
+
+
+def _whole_pattern(pattern: str) -> str:
+    """A pattern, of which JSON schema looks for a match anywhere, as a regex of the whole text."""
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else "(?s:.*)"
+    inner = pattern[0 if begin else 1 : None if end else -1]
+    return f"{begin}(?:{_slashed(inner)}){end}"
+
+
+def _slashed(regex: str) -> str:
+    """Fit to stand between two slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex)
+
+
+def _literal(value: str) -> _Literal:
+    if "</parameter>" in value:
+        raise ValueError(f"no value can be {value[:80]!r}")
+    return _Literal(value)
+
+
+def _any_of(rules: Sequence[str]) -> str:
+    return f"({' | '.join(rules)})"
+
+
+def _text(text: str) -> str:
+    """As Lark spells it."""
+    return json.dumps(text, ensure_ascii=False)
