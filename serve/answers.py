@@ -44,13 +44,15 @@ def usage(results: Sequence[Result]) -> Usage:
     )
 
 
-def token_logprob(token: TokenInfo) -> TokenLogprob:
-    return TokenLogprob(**_told(token), top_logprobs=[TopLogprob(**_told(other)) for other in token.alternatives])
+def token_logprob(token: TokenInfo, *, as_id: bool = False) -> TokenLogprob:
+    """`as_id`: the token's id stands for its text, as vLLM's return_tokens_as_token_ids has it."""
+    others = [TopLogprob(**_told(other, as_id)) for other in token.alternatives]
+    return TokenLogprob(**_told(token, as_id), top_logprobs=others)
 
 
-def _told(token: TokenInfo | Alternative) -> dict[str, Any]:
+def _told(token: TokenInfo | Alternative, as_id: bool) -> dict[str, Any]:
     return {
-        "token": token.text,
+        "token": f"token_id:{token.token_id}" if as_id else token.text,
         "logprob": max(token.logprob, LOWEST_LOGPROB),
         "bytes": list(token.bytes),
     }

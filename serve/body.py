@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -16,8 +16,10 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, schema: type[Body]) -> tuple[Body, Mapping[str, Any]]:
-    """The validated body, and the object as it was sent. Raises ApiError."""
+async def read(
+    request: Request, schema: type[Body], unknown: Literal["ignore", "refuse"]
+) -> tuple[Body, Mapping[str, Any]]:
+    """The validated body, and the object as it was sent. Raises ApiError; `unknown`: what to do with unknown fields."""
     # A browser sends other types across origins without asking this server first.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -29,12 +31,38 @@ async def read(request: Request, schema: type[Body]) -> tuple[Body, Mapping[str,
         received += piece
         if len(received) > MAX_BODY_BYTES:
             raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    sent = body = _parse(bytes(received))
+    while True:
+        try:
+            return schema.model_validate(body), sent
+        except ValidationError as error:
+            strangers = [] if unknown == "refuse" else _strangers(error)
+            body = _parse(bytes(received)) if body is sent else body
+            if not strangers or not all(_drop(body, path) for path in strangers):
+                raise from_validation(error) from None
+        # Once more without them: validators that run late may find further ones.
+
+
+def _parse(text: bytes) -> Any:
     try:
         # Unlike json.loads this refuses NaN, lone surrogates and bottomless nesting.
-        sent = from_json(bytes(received), allow_inf_nan=False)
+        return from_json(text, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    try:
-        return schema.model_validate(sent), sent
-    except ValidationError as error:
-        raise from_validation(error) from None
+
+
+def _strangers(error: ValidationError) -> list[Sequence[int | str]]:
+    """Where the fields stand that nobody knows."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+
+
+def _drop(body: Any, path: Sequence[int | str]) -> bool:
+    """Take out what stands at the path; False where nothing does."""
+    *way, name = path
+    for step in way:
+        try:
+            body = body[step]
+        except (LookupError, TypeError):
+            return False
+    return isinstance(body, dict) and body.pop(name, None) is not None

@@ -24,7 +24,7 @@ async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, 
     service: Service = request.app.state.service
     service.admit()
     arrived = time.perf_counter()
-    call, sent = await body.read(request, schema)
+    call, sent = await body.read(request, schema, service.unknown_fields)
     service.check_model(call.model)
     service.check_drafter(call.drafter)
     origin = Origin(

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from enum import Enum
+from typing import Literal
 
 from backend.interface import ChatBackend, ChatRequest, EngineStats
 from capture.writer import CaptureWriter
@@ -122,6 +123,11 @@ class Service:
         self._generations.add(generation)
         generation.task.add_done_callback(lambda _: self._generations.discard(generation))
         return generation
+
+    @property
+    def unknown_fields(self) -> Literal["ignore", "refuse"]:
+        """What to do with fields of a request that nobody here knows."""
+        return self._settings.unknown_fields
 
     @property
     def model_name(self) -> str:

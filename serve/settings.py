@@ -90,6 +90,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow an address other machines can reach, without any key.")
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        "ignore", description="What to do with fields of a request that nobody here knows."
+    )
     capture: str | None = Field(
         None,
         min_length=1,

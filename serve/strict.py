@@ -1,4 +1,4 @@
-"""What all request bodies share: nothing is coerced, nothing unknown let through, null means absent.
+"""What all request bodies share: nothing is coerced, nothing unknown understood, null means absent.
 
 Knows no endpoint; which parameters are refused for now is told to it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -17,6 +17,16 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return present(data) if isinstance(data, dict) else data
+
+
+def present(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The object without what is null."""
+    return {name: value for name, value in data.items() if value is not None}
+
 
 def without(not_yet: Mapping[str, tuple[Any, ...]], data: Any) -> Any:
     """The body without those parameters; one that asks for something is refused by name."""
@@ -24,7 +34,7 @@ def without(not_yet: Mapping[str, tuple[Any, ...]], data: Any) -> Any:
         return data
     for name, value in data.items():
         if name in not_yet and not _asks_for_nothing(value, not_yet[name]):
-            raise PydanticCustomError("unsupported_parameter", "is not supported yet", {"at": (name,)})
+            raise PydanticCustomError("unsupported_parameter", "is not supported", {"at": (name,)})
     return {name: value for name, value in data.items() if name not in not_yet}
 
 
@@ -33,27 +43,37 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
 
 
-def _text(content: Any) -> Any:
-    """Message content as one string: a list of text parts is joined, any other part refused."""
-    if not isinstance(content, list):
-        if content is None or isinstance(content, str):
-            return content
-        raise PydanticCustomError("content_type", "must be a string, null or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+class TextPart(RequestModel):
+    """A piece of a message's content. Images, sounds and files are refused by their type."""
+
+    type: str
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
         if not isinstance(kind, str):
-            raise PydanticCustomError("content_part", "must be an object with a type", {"at": (i,)})
+            raise PydanticCustomError("content_part", "must be an object with a type")
+        if kind == "refusal":  # what an assistant of OpenAI's said instead
+            return {"text" if name == "refusal" else name: value for name, value in data.items()}
         if kind != "text":
             raise PydanticCustomError(
-                "content_part", "this server reads text only, not a part of type '{kind}'", {"at": (i,), "kind": kind}
+                "content_part", "this server reads text only, not a part of type '{kind}'", {"kind": kind}
             )
-        if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content_part", "must be a string", {"at": (i, "text")})
-        if extra := sorted(part.keys() - {"type", "text"}):
-            raise PydanticCustomError("extra_forbidden", "is unknown", {"at": (i, extra[0])})
-        texts.append(part["text"])
-    return "".join(texts)
+        return data
+
+
+_PARTS = TypeAdapter(list[TextPart])
+
+
+def _text(content: Any) -> Any:
+    """Message content as one string: a list of text parts is joined, any other part refused."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError("content_type", "must be a string, null or a list of text parts")
+    return "".join(part.text for part in _PARTS.validate_python(content))
 
 
 Text = Annotated[str, BeforeValidator(_text)]

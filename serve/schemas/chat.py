@@ -1,4 +1,4 @@
-"""The bodies of /v1/chat/completions, as OpenAI shapes them, and what of them is refused for now.
+"""The bodies of /v1/chat/completions, as OpenAI shapes them, and what of them is refused.
 
 Knows the wire alone: no sampling defaults, no templates, no limits of a model.
 """
@@ -11,12 +11,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from serve.schemas import tools
 from serve.schemas.answer import Logprobs, Timings, Usage
-from serve.schemas.sampling import MAX_TOP_LOGPROBS, Generating
+from serve.schemas.sampling import INT64_MAX, MAX_TOP_LOGPROBS, Generating
+from serve.schemas.tools import Called, MadeCall, ToolChoice, Tools
 from serve.strict import RequestModel, Text, without
 
-# Parameters that OpenAI or vLLM know and we do not serve yet, each with the values that ask for nothing.
-# Null always asks for nothing.
+MAX_CHOICES = 128
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+# Parameters that others know and that would change the answer, but that we do not serve, each with the values that
+# ask for nothing. Null always asks for nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
@@ -24,16 +30,9 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": (),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
+    "add_special_tokens": (False, True),  # the template writes them
     "allowed_token_ids": ([],),
     "best_of": (1,),
     "chat_template": (),
@@ -46,7 +45,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
@@ -55,42 +53,56 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "priority": (0,),
     "prompt_logprobs": (),
     "request_id": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # these are skipped
     "structural_tag": (),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    # llama.cpp
+    "grammar": ("",),
+    "json_schema": (),
 }
-NOT_YET_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
+NOT_YET_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {"audio": (), "function_call": ()}
 
 
 class Message(RequestModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under another name
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # of an answer that is sent back; they say nothing to a model
 
     @model_validator(mode="before")
     @classmethod
     def _not_yet(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
-            raise PydanticCustomError("unsupported_parameter", "of a tool is not supported yet", {"at": ("role",)})
         return without(NOT_YET_IN_MESSAGES, data)
 
-    def plain(self) -> dict[str, str | None]:
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.role != "assistant":
+            if self.content is None:
+                raise PydanticCustomError("missing", "is required", {"at": ("content",)})
+            if self.tool_calls:
+                raise PydanticCustomError("conflict", "needs role to be assistant", {"at": ("tool_calls",)})
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("missing", "is required", {"at": ("tool_call_id",)})
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """The message for a chat template; content is always there, the rest where it was given."""
-        given = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {"role": self.role, "content": self.content} | {k: v for k, v in given.items() if v is not None}
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        given = {
+            "name": self.name,
+            "reasoning_content": reasoning,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "tool_call_id": self.tool_call_id,
+        }
+        content = self.refusal if self.content is None else self.content
+        return {"role": self.role, "content": content} | {k: v for k, v in given.items() if v is not None}
 
 
 class Prediction(RequestModel):
@@ -100,15 +112,39 @@ class Prediction(RequestModel):
     content: Text
 
 
+class Reasoning(RequestModel):
+    """reasoning_effort in an object, as other endpoints have it."""
+
+    effort: Effort | None = None
+
+
 class ChatCompletionRequest(Generating):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prediction: Prediction | None = None
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None  # vLLM's name
+    thinking_budget: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None  # Qwen's
+    include_reasoning: bool | None = None
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    verbosity: Literal["low", "medium", "high"] | None = None  # no part of the model's template
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +157,10 @@ class ChatCompletionRequest(Generating):
             raise PydanticCustomError("conflict", "differs from max_completion_tokens", {"at": ("max_tokens",)})
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("conflict", "needs logprobs to be true", {"at": ("top_logprobs",)})
+        budgets = {self.thinking_budget, self.thinking_token_budget} - {None}
+        if len(budgets) > 1:
+            raise PydanticCustomError("conflict", "differs from thinking_token_budget", {"at": ("thinking_budget",)})
+        tools.check(self.tools, self.tool_choice)
         return self
 
     @property
@@ -132,19 +172,53 @@ class ChatCompletionRequest(Generating):
     def alternatives(self) -> int:
         return self.top_logprobs or 0
 
+    @property
+    def budget(self) -> int | None:
+        """The most tokens to think with, by whichever of its two names was used."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template is told; chat_template_kwargs count more than what only implies them."""
+        told: dict[str, Any] = {}
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+        if effort is not None:
+            told["enable_thinking"] = effort != "none"
+        if self.enable_thinking is not None:
+            told["enable_thinking"] = self.enable_thinking
+        if self.add_generation_prompt is not None:
+            told["add_generation_prompt"] = self.add_generation_prompt
+        return {**told, **(self.chat_template_kwargs or {})}
+
+    def spelled(self, param: str | None) -> str | None:
+        """A parameter by the name that the client used, where the backend knows one of several."""
+        others = {
+            "max_tokens": "max_completion_tokens",
+            "response_format": "structured_outputs",
+            "thinking_budget": "thinking_token_budget",
+        }
+        other = others.get(param or "")
+        return other if other and getattr(self, other) is not None else param
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
 
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: str | None = None
+    tool_calls: list[Called] | None = None
 
 
 class Choice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: Logprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    timings: Timings | None = None  # where there are several choices
 
 
 class ChatCompletion(BaseModel):
@@ -155,30 +229,38 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: Literal["default"] | None = None
+    prompt_token_ids: list[int] | None = None
     choices: list[Choice]
     usage: Usage
-    timings: Timings
+    timings: Timings | None = None
 
 
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[Called] | None = None
 
 
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: Logprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(BaseModel):
+    """`timings` are those of the choice that the chunk ends."""
+
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     system_fingerprint: str
+    service_tier: Literal["default"] | None = None
+    prompt_token_ids: list[int] | None = None
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None

@@ -6,7 +6,7 @@ Knows the wire alone: no sampling defaults, no limits of a model.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -41,7 +41,7 @@ def _biases(biases: Any) -> Any:
 
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # nothing is added to chunks
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]

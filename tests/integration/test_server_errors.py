@@ -12,11 +12,13 @@ from tests.fake_backend import FakeBackend, Script
 from tests.servers import CHAT, eventually, running_app
 
 USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with running_app(capture="off") as server:
+    with running_app(capture="off", unknown_fields="refuse") as server:
         yield server
 
 
@@ -45,6 +47,27 @@ OUT_OF_RANGE = [
     ("max_tokens", 0),
     ("max_completion_tokens", -1),
     ("top_logprobs", 65),
+    ("n", 0),
+    ("n", 129),
+    ("tools", [TOOL, TOOL]),
+    ("tools", [{**TOOL, "function": {"name": f"f{i}"}} for i in range(129)]),
+    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "web_search"}]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "x" * 65}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "mood": "good"}}]),
+    ("tool_choice", "any"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function"}),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", {"type": "custom", "custom": {"name": "f"}}),
+    ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}),
+    ("reasoning_effort", "huge"),
+    ("thinking_budget", -1),
+    ("thinking_token_budget", -1),
+    ("verbosity", "loud"),
     ("stop", ""),
     ("stop", ["x"] * 17),
     ("stop_token_ids", [-1]),
@@ -80,6 +103,16 @@ WRONG_TYPES = [
     ("stop", 5),
     ("stop", [5]),
     ("logprobs", 1),
+    ("n", True),
+    ("n", "2"),
+    ("tools", {}),
+    ("tools", ["f"]),
+    ("tool_choice", 5),
+    ("parallel_tool_calls", "no"),
+    ("reasoning_effort", 3),
+    ("reasoning", "high"),
+    ("return_token_ids", 1),
+    ("include_reasoning", "no"),
     ("metadata", {"a": 1}),
     ("user", 7),
     ("chat_template_kwargs", []),
@@ -118,12 +151,27 @@ def test_a_wrong_value_is_refused_naming_its_field(server, name, value):
     [
         ({"role": "nobody", "content": "x"}, "messages[0].role"),
         ({"content": "x"}, "messages[0].role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "tool", "content": 5, "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "id": None}]}, "messages[0].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "messages[0].tool_calls[0].type"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": [1]}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "messages[0].function_call"),
+        ({"role": "assistant", "audio": {"id": "x"}}, "messages[0].audio"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}, "messages[0].content[0].mood"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "mood": "good"}]}, "messages[0].tool_calls[0].mood"),
         ("x", "messages[0]"),
     ],
 )
@@ -193,25 +241,25 @@ def test_a_wrong_shape_of_the_output_is_refused_naming_the_place(server, given, 
 
 
 NOT_YET = [
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"),
-    ("n", 2),
-    ("n", True),
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
-    ("reasoning_effort", "high"),
     ("web_search_options", {}),
     ("guided_json", {}),
-    ("verbosity", "low"),
+    ("logits_processors", ["x"]),
+    ("best_of", 2),
+    ("use_beam_search", True),
+    ("json_schema", {}),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_YET)
-def test_a_parameter_not_served_yet_is_refused_by_name(server, name, value):
-    told = error(server.chat(**{name: value}), 400)
-    assert (told["param"], told["code"]) == (name, "unsupported_parameter")
-    assert name in told["message"]
+@pytest.mark.parametrize("unknown_fields", ["ignore", "refuse"])
+def test_a_parameter_that_is_known_and_not_served_is_refused_by_name(unknown_fields):
+    with running_app(capture="off", unknown_fields=unknown_fields) as server:
+        for name, value in NOT_YET:
+            told = error(server.chat(**{name: value}), 400)
+            assert (told["param"], told["code"]) == (name, "unsupported_parameter")
+            assert name in told["message"]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +277,14 @@ def test_a_parameter_not_served_yet_is_refused_by_name(server, name, value):
         ("ignore_eos", False),
         ("top_k", 0),
         ("service_tier", "auto"),
+        ("verbosity", "low"),
+        ("prompt_cache_retention", "24h"),
+        ("function_call", "none"),
+        ("functions", []),
+        ("parallel_tool_calls", True),
+        ("web_search_options", None),
+        ("include_reasoning", True),
+        ("return_token_ids", False),
         ("safety_identifier", "x"),
         ("prompt_cache_key", "x"),
         ("metadata", {"a": "b"}),
@@ -238,9 +294,41 @@ def test_a_parameter_that_asks_for_nothing_is_accepted(server, name, value):
     assert server.chat(**{name: value}).status_code == 200
 
 
-def test_an_unknown_parameter_is_never_ignored(server):
+def test_an_unknown_parameter_is_refused_where_the_server_is_told_to(server):
     told = error(server.chat(temprature=1), 400)
     assert (told["param"], told["code"]) == ("temprature", "unknown_parameter")
+    assert server.chat(temprature=None).status_code == 200
+
+
+def test_unknown_parameters_are_ignored_at_any_depth(serve):
+    server = serve()
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    asked = {
+        "messages": [{"role": "user", "content": [part, part], "mood": "good"}, {"role": "assistant", "mood": 1}],
+        "tools": [{**TOOL, "mood": 1, "function": {**TOOL["function"], "mood": {"a": [1]}, "description": None}}],
+        "tool_choice": {"type": "function", "function": {"name": "f", "mood": 1}, "mood": 1},
+        "response_format": {"type": "text", "mood": 1},
+        "stream_options": {"mood": 1},
+        "stream": True,
+        "temprature": 1,
+        "mood": None,
+        "seed": 3,
+    }
+    assert server.http.post(CHAT, json=asked).status_code == 200
+    (request,) = server.backend.requests
+    assert request.messages == [{"role": "user", "content": "HiHi"}, {"role": "assistant", "content": None}]
+    assert request.tools == [TOOL]
+    assert (request.tool_name, request.sampling.seed) == ("f", 3)
+    assert server.rows()[0].request == asked  # the row keeps what was sent
+
+
+def test_beside_unknown_parameters_a_wrong_one_is_still_refused(serve):
+    server = serve()
+    assert error(server.chat(temprature=1, temperature=5), 400)["param"] == "temperature"
+    assert (
+        error(server.chat(temprature=1, tools=[{"type": "function", "mood": 1}]), 400)["param"] == "tools[0].function"
+    )
+    assert server.backend.requests == []
 
 
 @pytest.mark.parametrize(
@@ -250,6 +338,21 @@ def test_an_unknown_parameter_is_never_ignored(server):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"thinking_budget": 3, "thinking_token_budget": 4}, "thinking_budget"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
         ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
