@@ -72,6 +72,9 @@ class LocalBackend:
     def ready(self) -> bool:
         return self._engine.alive
 
+    def failed(self) -> bool:
+        return self._engine.failed
+
     @property
     def _ready(self) -> Loaded:
         if self._loaded is None:
@@ -110,6 +113,7 @@ class LocalBackend:
             preemptions=loop.scheduler.preemptions,
             draft_tokens=loop.speculation.draft_tokens,
             drafters=self._counts.snapshot(),
+            restarts=self._engine.restarts,
         )
 
     def engine(self) -> Mapping[str, Any]:
@@ -119,6 +123,7 @@ class LocalBackend:
         return {
             "running": [_describe(sequence) for sequence in list(scheduler.running)],
             "waiting": self._engine.waiting,
+            "restarts": self._engine.restarts,
             "preemptions": scheduler.preemptions,
             "draft_tokens": {"asked": self._options.draft_tokens, "now": loaded.loop.speculation.draft_tokens},
             "drafters": {name: drafter.fingerprint for name, drafter in loaded.drafters.items()},
@@ -174,7 +179,7 @@ class LocalBackend:
         sequence = self._sequence(request, prompt, matcher, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
-        answer = Answer(loaded, prompt, sequence, request.sampling.stop)
+        answer = Answer(loaded, prompt, sequence, request)
         try:
             while True:
                 event = answer.event(await emissions.get())

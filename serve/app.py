@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
 from serve import errors
-from serve.api import admin, chat, health, models
+from serve.api import admin, chat, health, models, responses
+from serve.auth import Authentication, Keyring
+from serve.middleware import REQUEST_ID, BodyLimits, RequestLog
 from serve.service import Service
 from serve.settings import Settings
 
@@ -37,7 +40,21 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
     )
     app.state.service = service
     errors.install(app)
+    # Each is around those before it.
+    app.add_middleware(BodyLimits, most_mib=settings.max_body, seconds=settings.body_timeout)
+    app.add_middleware(Authentication, keyring=Keyring.of(settings), figures_are_open=settings.metrics_auth == "off")
+    app.add_middleware(errors.Failsafe)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
+    app.add_middleware(RequestLog)
     app.include_router(chat.router)
+    app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(admin.router)
     app.include_router(health.router)

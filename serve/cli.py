@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, g
 
 import typer
 
+from serve import logs
 from serve.settings import Settings, SettingsError, flag, load, variable
 
 if TYPE_CHECKING:
@@ -45,10 +45,8 @@ def main() -> None:
 
 def _serve(selftest: bool, **given: Any) -> int:
     """Serve a model over an OpenAI-compatible API, decoding speculatively and capturing what it says."""
-    settings = load(**{name: value for name, value in given.items() if value not in (None, False)})
-    logging.basicConfig(
-        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    settings = load(**{name: value for name, value in given.items() if value not in (None, False, [])})
+    logs.configure(settings.log_level, settings.log_format)
     return _selftest(settings) if selftest else _run(settings)
 
 
@@ -64,7 +62,8 @@ def _options() -> list[inspect.Parameter]:
             show_default=False,
             metavar=None if is_switch else _metavar(field.annotation),
         )
-        annotation = Annotated[bool if is_switch else str | None, option]  # type: ignore[valid-type]
+        kind = list[str] if get_origin(field.annotation) is tuple else str
+        annotation = Annotated[bool if is_switch else kind | None, option]  # type: ignore[valid-type]
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None, annotation=annotation
@@ -144,9 +143,12 @@ def _selftest(settings: Settings) -> int:
 
 
 def _run(settings: Settings) -> int:
-    from serve.server import ListenError, bind
+    from serve.server import Certificate, ListenError, bind
 
+    certificate = None
     try:
+        if settings.tls_cert and settings.tls_key:
+            certificate = Certificate(settings.tls_cert, settings.tls_key)
         listener = bind(settings.host, settings.port)
     except ListenError as error:
         _fail(str(error))
@@ -162,7 +164,7 @@ def _run(settings: Settings) -> int:
         api = create_app(settings, make_backend(settings), writer)
 
         def greet() -> None:
-            service, url = api.state.service, server.url(listener)
+            service, url = api.state.service, server.url(listener, "https" if certificate else "http")
             info = service.backend.info()
             kept = "nothing is captured" if writer is None else f"captured in {writer.path}"
             typer.echo(
@@ -173,7 +175,8 @@ def _run(settings: Settings) -> int:
                 """-d '{"messages": [{"role": "user", "content": "Write a function that reverses a string."}]}'"""
             )
 
-        flushed = asyncio.run(server.run(api, listener, grace=settings.shutdown_grace, on_ready=greet))
+        running = server.run(api, listener, grace=settings.shutdown_grace, on_ready=greet, certificate=certificate)
+        flushed = asyncio.run(running)
     except (BackendError, CaptureError) as error:
         _fail(str(error))
     if not flushed:

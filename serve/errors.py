@@ -6,6 +6,7 @@ Knows which failure is whose fault; knows nothing of what was being done when it
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.interface import BackendError, BackendUnavailable, InvalidRequest
+from backend.interface import BackendError, BackendUnavailable, GenerationTimedOut, InvalidRequest
 
 RETRY_AFTER_SECONDS = 5
+LINE_IS_LONG_SECONDS = 1  # a place in the line is free again sooner than a server is up
+
+log = logging.getLogger(__name__)
 
 # pydantic's names for what is wrong, where OpenAI has a code of its own; the rest is "invalid_value".
 CODES = {
@@ -28,7 +33,10 @@ CODES = {
 
 
 class ApiError(Exception):
-    """A failure with everything its response needs. `type` is invalid_request_error or server_error."""
+    """A failure with everything its response needs.
+
+    `type` is invalid_request_error, rate_limit_error or server_error.
+    """
 
     def __init__(
         self,
@@ -42,7 +50,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = "invalid_request_error" if status < 500 else "server_error"
+        self.type = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
         self.headers = headers
@@ -61,6 +69,26 @@ class ApiError(Exception):
 def unavailable(message: str, code: str | None = None) -> ApiError:
     """503: try again, here or elsewhere."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def line_is_full(most: int) -> ApiError:
+    """429: too many wait already."""
+    return ApiError(
+        429,
+        f"{most} requests or choices of requests wait already; try again later.",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(LINE_IS_LONG_SECONDS)},
+    )
+
+
+def wrong_key() -> ApiError:
+    """401, the same for a key that is wrong and for none."""
+    return ApiError(
+        401,
+        "A correct API key is needed, as Authorization: Bearer KEY or x-api-key: KEY.",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def model_not_found(name: str, served: str) -> ApiError:
@@ -90,6 +118,8 @@ def from_backend(error: BackendError) -> ApiError:
             return ApiError(400, str(error), param=error.param, code=error.code or "invalid_value")
         case BackendUnavailable():
             return unavailable(str(error))
+        case GenerationTimedOut():
+            return ApiError(504, str(error), code="request_timeout")
         case _:
             return ApiError(500, str(error), code="generation_failed")
 
@@ -115,8 +145,35 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+class Failsafe:
+    """The last to see a failure, of whatever is inside: plain ASGI, so that its answer passes what is outside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            told = error if isinstance(error, ApiError) else internal()
+            if told is not error:
+                log.exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise  # all that is left is to break off
+            await told.response()(scope, receive, send)
+
+
 def install(app: FastAPI) -> None:
-    """Answer everything that can go wrong in the app with an error body."""
+    """Answer everything that can go wrong in a route with an error body; what is left is for Failsafe."""
 
     async def on_api_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -142,12 +199,7 @@ def install(app: FastAPI) -> None:
     async def on_disconnect(_: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; it stands in the log
 
-    async def on_anything_else(_: Request, error: Exception) -> JSONResponse:
-        # Starlette raises it again once this is sent, so the traceback reaches the server's log.
-        return internal().response()
-
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(BackendError, on_backend_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
-    app.add_exception_handler(Exception, on_anything_else)

@@ -30,7 +30,8 @@ async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, 
     origin = Origin(
         model=service.model_name,
         body=sent,
-        client=call.user,
+        client=request.state.client or call.user,
+        key=request.state.client,
         opted_out=call.store is False or _header_opts_out(request),
         arrived=arrived,
     )

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -19,6 +22,7 @@ from sse_starlette.sse import AppStatus
 from serve.service import Service, State
 
 LAST_WORDS_SECONDS = 5  # for clients to take what they have been sent, once nothing runs any more
+MOST_HEADER_BYTES = 65536
 
 
 class ListenError(Exception):
@@ -38,12 +42,59 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def run(app: FastAPI, listener: socket.socket, *, grace: float, on_ready: Callable[[], None]) -> bool:
+@dataclass(frozen=True)
+class Certificate:
+    """PEM files to serve HTTPS with. Raises ListenError where they cannot be used."""
+
+    chain: str
+    key: str
+
+    def __post_init__(self) -> None:
+        for path in (self.chain, self.key):
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ListenError(f"{path} cannot be read: {error.strerror or error}") from None
+        try:
+            # Without a password openssl would ask the terminal for one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.chain, self.key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            raise ListenError(
+                f"{self.chain} and {self.key} are not a PEM certificate and its unencrypted key: {error}"
+            ) from None
+
+
+def config(app: FastAPI, certificate: Certificate | None = None) -> uvicorn.Config:
+    """How uvicorn is to serve the app: it logs no requests, believes no header's word on who asks, limits headers."""
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        http="h11",  # the one whose headers can be limited
+        ws="none",
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        ssl_certfile=certificate.chain if certificate else None,
+        ssl_keyfile=certificate.key if certificate else None,
+    )
+
+
+async def run(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    grace: float,
+    on_ready: Callable[[], None],
+    certificate: Certificate | None = None,
+) -> bool:
     """Serve until told to stop. Raises BackendError or CaptureError where the app cannot be loaded.
 
     The first SIGTERM or SIGINT drains: new requests get 503, running ones have `grace` seconds. A second one, or one
@@ -72,8 +123,7 @@ async def run(app: FastAPI, listener: socket.socket, *, grace: float, on_ready: 
         ending.append(signum)
         loop.call_soon_threadsafe(stop)
 
-    config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=LAST_WORDS_SECONDS)
-    server = _Server(config, on_signal)
+    server = _Server(config(app, certificate), on_signal)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="serving")
     loading = asyncio.create_task(service.loaded(), name="loading")
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)

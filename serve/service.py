@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 import logging
 import time
+from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
 from backend.interface import ChatBackend, ChatRequest, EngineStats
 from capture.writer import CaptureWriter
-from serve.errors import drafter_choice_not_allowed, model_not_found, unavailable
+from serve.errors import drafter_choice_not_allowed, line_is_full, model_not_found, unavailable
 from serve.generation import Generation
 from serve.metrics import Metrics
 from serve.record import Origin, Recorder
@@ -27,10 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Of the service. READY turns to FAILED where the backend says that it is ready no more."""
+    """Of the service. READY turns to RECOVERING while the backend is not, and to FAILED where it will not be again."""
 
     LOADING = "loading"
     READY = "ready"
+    RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -54,9 +56,9 @@ class Service:
 
     @property
     def state(self) -> State:
-        if self._state is State.READY and not self.backend.ready():
-            return State.FAILED
-        return self._state
+        if self._state is not State.READY or self.backend.ready():
+            return self._state
+        return State.FAILED if self.backend.failed() else State.RECOVERING
 
     @property
     def running(self) -> int:
@@ -92,15 +94,23 @@ class Service:
         self.flushed = await asyncio.to_thread(self.recorder.close, FLUSH_SECONDS)
         await self.backend.close()
 
-    def admit(self) -> None:
-        """Raises ApiError 503 where no request can start now."""
+    def admit(self, choices: int = 1) -> None:
+        """Raises ApiError 503 where no request can start now, 429 where one of so many choices would wait too far back.
+
+        An idle server takes a request of any number of choices.
+        """
         match self.state:
             case State.LOADING:
                 raise unavailable("The model is still loading.", "model_loading")
             case State.DRAINING:
                 raise unavailable("The server is shutting down.", "shutting_down")
+            case State.RECOVERING:
+                raise unavailable("The engine is not ready; it may soon be again.", "engine_not_ready")
             case State.FAILED:
                 raise unavailable("The engine has failed; the server's log says why.", "engine_failed")
+        most = self._settings.max_queued
+        if most is not None and self.running and self.running + choices > self._settings.max_num_seqs + most:
+            raise line_is_full(most)
 
     def require_model(self) -> None:
         """Raises ApiError 503 while the model is not loaded; a draining server still tells what it serves."""
@@ -119,10 +129,20 @@ class Service:
 
     def generate(self, request: ChatRequest, origin: Origin) -> Generation:
         """Start a generation; from now on it is waited for, cancelled and recorded by this service."""
-        generation = Generation(self.backend, self.recorder, self.metrics, request, origin)
+        if origin.key is not None:
+            # Whoever has another key learns nothing from how fast a prompt is answered, whatever salt was sent.
+            request = replace(request, cache_salt=f"{origin.key}/{request.cache_salt or ''}")
+        generation = Generation(
+            self.backend, self.recorder, self.metrics, request, origin, self._settings.request_timeout
+        )
         self._generations.add(generation)
         generation.task.add_done_callback(lambda _: self._generations.discard(generation))
         return generation
+
+    @property
+    def keep_alive(self) -> float:
+        """Seconds of silence in a stream after which it is told that the server still lives."""
+        return self._settings.sse_keep_alive
 
     @property
     def unknown_fields(self) -> Literal["ignore", "refuse"]:

@@ -6,14 +6,16 @@ Knows no tensor and opens nothing; what an option means is decided where it is u
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ENV_PREFIX = "DRAFTLOOP_"
 MOST_DRAFT_TOKENS = 8
+SECRETS = ("api_key", "admin_key")  # fields whose values are told to nobody
 
 
 class SettingsError(Exception):
@@ -30,7 +32,19 @@ def _drafter(name: str) -> str:
 
 
 def _listed(names: object) -> object:
-    return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+    """A flag or a variable lists its values with commas; a flag may also be given several times."""
+    if isinstance(names, str):
+        return tuple(name.strip() for name in names.split(","))
+    if isinstance(names, list):
+        return tuple(name.strip() for some in names for name in str(some).split(","))
+    return names
+
+
+def _key(key: SecretStr) -> SecretStr:
+    # A header carries it as it stands; more than that is not said, for an error is read by others.
+    if not re.fullmatch("[!-~]+", key.get_secret_value()):
+        raise PydanticCustomError("key", "expected keys of printable ASCII characters without spaces")
+    return key
 
 
 def _draft_tokens(count: object) -> object:
@@ -42,6 +56,7 @@ def _draft_tokens(count: object) -> object:
 
 _AT_FURTHER = {"field": "further_drafters"}
 Drafter = Annotated[str, AfterValidator(_drafter)]
+Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_key)], ...], NoDecode, BeforeValidator(_listed)]
 
 
 class Settings(BaseSettings):
@@ -90,6 +105,40 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow an address other machines can reach, without any key.")
+    tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain, to serve HTTPS.")
+    tls_key: str | None = Field(None, min_length=1, description="PEM file of the certificate's private key.")
+    api_key: Keys = Field(
+        (),
+        description="Keys of which every request must give one, as Bearer token or x-api-key; each KEY or NAME=KEY, "
+        "separated by commas. Captured generations carry the name. As a flag, other users here can see it.",
+    )
+    api_key_file: str | None = Field(None, min_length=1, description="File of further keys, one a line as --api-key's.")
+    admin_key: Keys = Field(
+        (),
+        description="Keys for the operator, good for every endpoint. Unset: /v1/engine answers this machine's own "
+        "clients only.",
+    )
+    metrics_auth: Literal["on", "off"] = Field(
+        "on", description="Whether / and /metrics need a key where the API does."
+    )
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
+        (), description="Origins whose pages may use the API from a browser, separated by commas, or *. Unset: none."
+    )
+    max_queued: int | None = Field(
+        None,
+        ge=0,
+        description="Most requests that wait for one of --max-num-seqs; further ones get 429. Unset: no limit.",
+    )
+    max_body: float = Field(32.0, gt=0, allow_inf_nan=False, description="Most MiB of a request's body.")
+    body_timeout: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="Seconds a request's body may take to arrive."
+    )
+    request_timeout: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Most seconds from a request to its answer's end. Unset: no limit."
+    )
+    sse_keep_alive: float = Field(
+        15.0, ge=0, allow_inf_nan=False, description="Seconds between comments in a stream that pauses; 0: none."
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore", description="What to do with fields of a request that nobody here knows."
     )
@@ -112,8 +161,9 @@ class Settings(BaseSettings):
         30.0, ge=0, allow_inf_nan=False, description="Seconds running requests may take to finish on SIGTERM or Ctrl-C."
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
-        "warning", description="What is logged to stderr; info includes one line per request."
+        "warning", description="What is logged to stderr; info includes one line per request, never what it said."
     )
+    log_format: Literal["text", "json"] = Field("text", description="How it is logged: for people or for machines.")
 
     @model_validator(mode="after")
     def _drafters_can_be_chosen(self) -> Self:
@@ -127,11 +177,19 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _a_pair_of_files(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("tls_key", "tls_cert") if self.tls_key is None else ("tls_cert", "tls_key")
+            raise PydanticCustomError("tls", "{given} needs it", {"field": missing, "given": flag(given)})
+        return self
+
+    @model_validator(mode="after")
     def _no_open_door(self) -> Self:
-        if not self.insecure and not is_loopback(self.host):
+        has_key = bool(self.api_key or self.api_key_file)
+        if not (has_key or self.insecure or is_loopback(self.host)):
             raise PydanticCustomError(
                 "insecure_host",
-                "{host} is reachable from other machines and there is no API key; give --insecure to allow it",
+                "{host} is reachable from other machines and there is no --api-key; give one, or --insecure",
                 {"field": "host", "host": self.host},
             )
         return self
@@ -144,7 +202,7 @@ def load(**given: object) -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else str(first.get("ctx", {}).get("field"))
-        got = f", got {first['input']!r}" if first["loc"] else ""
+        got = f", got {first['input']!r}" if first["loc"] and name not in SECRETS else ""
         raise SettingsError(f"{flag(name)} ({variable(name)}): {first['msg']}{got}") from None
 
 

@@ -14,11 +14,10 @@ from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
 
 from backend.interface import BackendError
 from serve.errors import ApiError, from_backend, internal
-
-PING_SECONDS = 15
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +53,15 @@ def event_stream(lines: AsyncIterator[Line], cancel: Callable[[], None]) -> Even
         cancel()
 
     # `leave` is called even where the client left before the first line was asked for.
-    return EventSourceResponse(lines, sep="\n", ping=PING_SECONDS, client_close_handler_callable=leave)
+    return _Events(lines, sep="\n", client_close_handler_callable=leave)
+
+
+class _Events(EventSourceResponse):
+    """A stream kept alive as often as its service is told to."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.ping_interval = scope["app"].state.service.keep_alive
+        await super().__call__(scope, receive, send)
 
 
 async def data_lines(chunks: AsyncIterator[str], cancel: Callable[[], None], what: str) -> AsyncIterator[Line]:

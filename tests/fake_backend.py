@@ -118,6 +118,9 @@ class FakeBackend:
     def ready(self) -> bool:
         return self.started and self.alive
 
+    def failed(self) -> bool:
+        return not self.alive
+
     def info(self) -> ModelInfo:
         if not self.started:
             raise BackendUnavailable("still loading")

@@ -25,7 +25,7 @@ from capture.records import Generation
 from capture.store import Store
 from capture.writer import CaptureWriter
 from serve.app import create_app
-from serve.server import bind, url
+from serve.server import bind, config, url
 from serve.service import Service
 from serve.settings import load
 from tests.checkpoints import Checkpoint
@@ -114,7 +114,7 @@ def running_app(
     path = None if settings.capture == "off" else Path(str(settings.capture))
     app = create_app(settings, backend, CaptureWriter(path) if path else None)
     listener = bind(settings.host, settings.port)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=2))
+    server = uvicorn.Server(config(app))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
     try:

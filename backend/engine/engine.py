@@ -1,6 +1,7 @@
 """The engine thread: it alone touches the model. Requests come in through a queue, emissions leave by callback.
 
-Each turn: take what arrived → admit in order → one prompt chunk at most → one verify step of all that decode.
+Each turn: take what arrived → admit in order → one prompt chunk at most → one verify step of all that decode. A turn
+that breaks ends everything that was asked for; the engine then begins anew with an empty memory, once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from backend.engine.sequence import Emission, Sequence
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import BackendError, BackendUnavailable
 
+MOST_RESTARTS = 1  # what breaks twice is not put right by a third try in the same process
+
 log = logging.getLogger(__name__)
 
 Loader = Callable[[], Loop]
@@ -34,7 +37,8 @@ class Engine:
         # Whoever ends admission holds it, so that no sequence slips in behind the drain and waits for ever.
         self._admission = threading.Lock()
         self._closing = False
-        self._failure: BackendError | None = None
+        self._failure: BackendError | None = None  # set while it takes nothing
+        self.restarts = 0
         self._loaded: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.counts = counts
@@ -73,6 +77,11 @@ class Engine:
         return self._loaded.done() and self._failure is None and not self._closing and self._thread.is_alive()
 
     @property
+    def failed(self) -> bool:
+        """It has crashed, and will not be started again."""
+        return self._loaded.done() and not self._closing and not self._thread.is_alive()
+
+    @property
     def waiting(self) -> int:
         """Sequences that were submitted and do not run."""
         running = len(self._loop.scheduler.running) if self._loop else 0
@@ -104,22 +113,30 @@ class Engine:
                 log.exception("loading failed")
             self._fail("loading failed", error)
             self._loaded.set_exception(self._failure)
-            self._refuse()
+            self._drain()
             return
         self._loaded.set_result(None)
-        self._run(loop)
-        self._drain(loop)
+        while self._crashed(loop) and self.restarts < MOST_RESTARTS:
+            loop.renew()
+            self._loop = loop
+            self.restarts += 1
+            with self._admission:
+                self._failure = None
+            log.warning("the engine has been started again")
 
     @torch.inference_mode()
-    def _run(self, loop: Loop) -> None:
-        while not self._closing:
-            try:
+    def _crashed(self, loop: Loop) -> bool:
+        """Turn until it is closed or a turn breaks; either way, whatever was asked for has then ended."""
+        try:
+            while not self._closing:
                 self._receive(loop, block=not loop.busy)
                 loop.turn()
-            except Exception as error:
-                log.exception("engine turn failed")
-                self._fail("the engine failed", error)
-                return
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._fail("the engine failed", error)
+            self._loop = None  # its books are wrong: nobody is to settle with them
+        self._drain()
+        return self._failure is not None
 
     def _fail(self, what: str, error: BaseException) -> None:
         with self._admission:
@@ -135,21 +152,12 @@ class Engine:
             if sequence is not None:
                 loop.add(sequence)
 
-    def _drain(self, loop: Loop) -> None:
-        """The engine ends: so does everything it still has."""
-        self._receive(loop, block=False)
-        for sequence in [*loop.scheduler.running, *loop.scheduler.waiting]:
+    def _drain(self) -> None:
+        """End whatever is known, wherever it is; nothing new comes in meanwhile."""
+        for sequence in list(self._known.values()):
             self._end(sequence)
-
-    def _refuse(self) -> None:
-        """It never began: nor will what was submitted meanwhile."""
-        while True:
-            try:
-                sequence = self._inbox.get(block=False)
-            except queue.Empty:
-                return
-            if sequence is not None:
-                self._end(sequence)
+        while not self._inbox.empty():
+            self._inbox.get()
 
     def _end(self, sequence: Sequence) -> None:
         try:
@@ -159,3 +167,4 @@ class Engine:
                 sequence.end("cancelled")
         except Exception:  # whoever comes after it is to be told all the same
             log.exception("the owner of sequence %s could not be told of its end", sequence.id)
+            self._known.pop(sequence.id, None)

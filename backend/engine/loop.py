@@ -5,6 +5,8 @@ Runs on whatever thread calls it: the engine's, or that of whoever decodes witho
 
 from __future__ import annotations
 
+import torch
+
 from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Sequence
 from backend.engine.speculation import Speculation, fail
@@ -15,6 +17,16 @@ class Loop:
 
     def __init__(self, speculation: Speculation, scheduler: Scheduler) -> None:
         self.speculation, self.scheduler = speculation, scheduler
+
+    def renew(self) -> None:
+        """Begin anew, with nothing running, waiting or remembered: after a turn that broke, no account can be trusted.
+
+        The weights and the memory's tensors stay; nothing reads of a page what it has not written (law L1).
+        """
+        speculation = self.speculation
+        speculation.memory.renew()
+        self.scheduler = self.scheduler.renewed()
+        self.speculation = Speculation(speculation.runner, speculation.memory, speculation.lengths)
 
     @property
     def busy(self) -> bool:
@@ -45,6 +57,8 @@ class Loop:
     def _prefill(self, sequence: Sequence) -> None:
         try:
             self.speculation.prefill(sequence, self.scheduler.chunk(sequence))
+        except torch.AcceleratorError:
+            raise  # the device is lost to everybody
         except Exception as error:
             fail(sequence, error)
         if sequence.finish:
@@ -55,6 +69,8 @@ class Loop:
     def _step(self, batch: list[Sequence], alone: bool) -> None:
         try:
             self.speculation.step(batch, alone)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             # Nobody can tell whose rows it was; who joins later has other rows.
             for sequence in batch:

@@ -27,6 +27,10 @@ class Memory:
         self.hidden = torch.zeros(self._pages * PAGE, config.hidden_size, device=device, dtype=dtype)
         self._blocks: dict[str, KeyValuePages] = {}
 
+    def renew(self) -> None:
+        """Every page is free again. What stood in one is cleared when it is taken."""
+        self.table = PageTable(self._pages)
+
     def block(self, fingerprint: str) -> KeyValuePages:
         """Keys and values of a drafter's block (one attention layer, 0), shared by all that have that block."""
         if fingerprint not in self._blocks:

@@ -34,7 +34,7 @@ class PrefixCache:
     """Least recently used out first, where the snapshots' states outgrow `budget` bytes or a sequence needs a page."""
 
     def __init__(self, memory: Memory, budget: int) -> None:
-        self._memory, self._budget = memory, budget
+        self._memory, self.budget = memory, budget
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._held: Counter[int] = Counter()  # by how many snapshots each page is held
         self._asked: tuple[Sequence[int], str, list[bytes]] = ((), "", [])  # the last one's prompt, salt and keys
@@ -78,9 +78,9 @@ class PrefixCache:
             self._snapshots.move_to_end(key)
             return
         size = place.state.bytes
-        if size > self._budget:
+        if size > self.budget:
             return
-        while self.bytes + size > self._budget:
+        while self.bytes + size > self.budget:
             self._drop(next(iter(self._snapshots)))
         pages = place.pages[: pages_for(boundary)]
         self._memory.table.share(pages)

@@ -28,6 +28,11 @@ class Scheduler:
         self.preemptions = 0
         self._max_sequences = max_sequences
 
+    def renewed(self) -> Scheduler:
+        """One over the same memory, whose accounts have been begun anew, with an empty prefix cache."""
+        prefix = self.prefix and PrefixCache(self.memory, self.prefix.budget)
+        return Scheduler(self.memory, self._max_sequences, prefix)
+
     @property
     def longest(self) -> int:
         """Positions that a sequence may need at most, if it is ever to run."""

@@ -22,6 +22,7 @@ from backend.engine.memory import Memory, Place
 from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.engine.sampling import Sampler, SamplingParams
+from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Emission, Sequence
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import BackendError, BackendUnavailable, Step
@@ -31,6 +32,7 @@ from tests import factory
 from tests.by_hand import ByHand
 from tests.decoding import Outcome, Request, ScriptedDrafter, decode, make_loop
 from tests.factory import Shape
+from tests.servers import eventually
 
 SHAPE = Shape(layers=("linear", "full", "linear"), mtp=False)
 SECONDS = 30
@@ -513,9 +515,78 @@ def test_an_owner_that_breaks_the_engine_is_not_the_only_one_told(runner: Runner
     end = b.wait()
     assert end.finish == "error"
     assert "a broken owner" in str(end.error)
+    eventually(lambda: engine.alive)
+    assert engine.restarts == 1
+
+
+def crashes(monkeypatch: pytest.MonkeyPatch, *turns: int) -> None:
+    """Break the scheduler's accounts in the given turns: of nobody's sequence, so that no one can be blamed."""
+    reserve, count = Scheduler.reserve, itertools.count()
+
+    def broken(self: Scheduler) -> None:
+        if next(count) in turns:
+            self.running.clear()
+            raise LookupError("lost count")
+        reserve(self)
+
+    monkeypatch.setattr(Scheduler, "reserve", broken)
+
+
+def test_a_crash_ends_everything_and_the_engine_begins_anew(
+    runner: Runner, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashes(monkeypatch, 6)
+    prompt = tuple(range(1, 2 * GRID + 7))
+    a, b, waiting = Client("a", prompt, max_tokens=900), Client("b", prompt), Client("waiting")
+    loop = make_loop(runner, 0, positions=1024, sequences=2, prefix=True)
+    engine = stage.run(loop, a, b, waiting)
+    for client in (a, b, waiting):
+        assert client.wait() == Emission("", (), "error", "the engine failed: lost count")
+    eventually(lambda: engine.alive)
+    assert (engine.restarts, engine.waiting, engine.failed) == (1, 0, False)
+    assert holds_nothing(loop)
+    again = [Client(f"{i}", prompt, seed=i) for i in range(3)]
+    for client in again:
+        engine.submit(client.sequence)
+    for client in again:
+        client.wait()
+    alone = decode(runner, None, 0, [client.request for client in again])
+    assert [client.outcome for client in again] == [outcome.seen for outcome in alone]
+    assert again[0].sequence.cached == 0, "the prefix cache has outlived the memory's accounts"
+    engine.close()
+
+
+def test_a_second_crash_is_the_last(runner: Runner, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes(monkeypatch, 1, 3)
+    first, second = Client("first", max_tokens=900), Client("second", max_tokens=900)
+    engine = stage.run(plain(runner), first)
+    first.wait()
+    eventually(lambda: engine.alive)
+    engine.submit(second.sequence)
+    assert "lost count" in str(second.wait().error)
+    eventually(lambda: engine.failed)
     assert not engine.alive
-    with pytest.raises(BackendUnavailable, match="a broken owner"):
+    with pytest.raises(BackendUnavailable, match="lost count"):
         engine.submit(Client("late").sequence)
+    engine.close()
+    assert engine.restarts == 1
+
+
+def test_a_fault_of_the_device_is_everyones(runner: Runner, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, calls = Runner.verify, itertools.count()
+
+    def broken_once(self: Runner, *given: Any) -> tuple[Tensor, Tensor]:
+        if next(calls) == 1:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        return verify(self, *given)
+
+    monkeypatch.setattr(Runner, "verify", broken_once)
+    a, waiting = Client("a"), Client("waiting")
+    engine = stage.run(plain(runner, sequences=1), a, waiting)
+    for client in (a, waiting):
+        assert "illegal memory access" in str(client.wait().error)
+    eventually(lambda: engine.alive)
+    assert engine.restarts == 1
 
 
 # -- cuts inside a block -------------------------------------------------------------------------------------------
