@@ -9,36 +9,49 @@ from dataclasses import replace
 
 from backend.engine.parameters import PENALTIES
 from backend.engine.sequence import Emission, EmittedToken, Sequence
-from backend.interface import Alternative, ChatEvent, Result, Timings, TokenInfo
+from backend.interface import Alternative, ChatEvent, ChatRequest, FinishReason, Result, Timings, TokenInfo
 from backend.loading import Loaded
-from backend.text.reasoning import ReasoningSplitter
+from backend.text.detokenizer import Detokenizer
+from backend.text.reasoning import ReasoningSplitter, Split
 from backend.text.tokenizer import Prompt
+from backend.text.tool_calls import Parsed, ToolCallParser
 
 
 class Answer:
     """Turns a sequence's emissions into events, and the last one into its result."""
 
-    def __init__(self, loaded: Loaded, prompt: Prompt, sequence: Sequence, stops: tuple[str, ...]) -> None:
-        self._loaded, self._prompt, self._sequence, self._stops = loaded, prompt, sequence, stops
-        self._split = ReasoningSplitter(prompt.in_reasoning)
+    def __init__(self, loaded: Loaded, prompt: Prompt, sequence: Sequence, request: ChatRequest) -> None:
+        self._loaded, self._prompt, self._sequence = loaded, prompt, sequence
+        self._stops = request.sampling.stop
+        may_call = bool(request.tools) and request.tool_choice != "none"
+        # Where a grammar makes the model call, it leaves its reasoning first.
+        self._split = ReasoningSplitter(prompt.in_reasoning, calls=may_call and request.tool_choice == "auto")
+        self._calls = ToolCallParser(request.tools, parallel=request.parallel_tool_calls) if may_call else None
         self._content: list[str] = []
         self._reasoning: list[str] = []
 
     def event(self, emission: Emission) -> ChatEvent:
-        piece = self._split.push(emission.text)
-        content, reasoning = piece.content, piece.reasoning
+        split, rest = self._split.push(emission.text), Split()
         if emission.finish is not None:
             rest = self._split.finish()
-            content, reasoning = content + rest.content, reasoning + rest.reasoning
-        self._content.append(content)
+        reasoning = split.reasoning + rest.reasoning
+        parsed = self._parse(split.content + rest.content, emission.finish)
+        self._content.append(parsed.content)
         self._reasoning.append(reasoning)
         return ChatEvent(
-            content=content,
+            content=parsed.content,
             reasoning=reasoning,
+            tool_calls=parsed.calls,
             tokens=tuple(self._token(token) for token in emission.tokens),
             prompt_tokens=tuple(self._token(token) for token in emission.prompt),
             result=self._result(emission) if emission.finish is not None else None,
         )
+
+    def _parse(self, content: str, finish: FinishReason | None) -> Parsed:
+        if self._calls is None:
+            return Parsed(content)
+        parsed = self._calls.push(content)
+        return parsed if finish is None else parsed + self._calls.finish(cut=finish != "stop")
 
     def _token(self, token: EmittedToken) -> TokenInfo:
         data = self._loaded.tokenizer.token_bytes(token.token_id)
@@ -92,17 +105,23 @@ class Answer:
             error=emission.error,
             first_user_end=self._prompt.first_user_end,
             reasoning_tokens=self._reasoning_tokens(),
+            tool_calls=self._calls.calls if self._calls else (),
             cached_tokens=sequence.cached,
             accepted_prediction_tokens=prediction.accepted if prediction else None,
             rejected_prediction_tokens=prediction.rejected if prediction else None,
         )
 
     def _reasoning_tokens(self) -> int:
-        """Tokens before `</think>`; all of them where the answer never left its reasoning."""
-        if not self._prompt.in_reasoning:
-            return 0
-        end, tokens = self._loaded.tokenizer.literal_id("</think>"), self._sequence.tokens
-        return tokens.index(end) if end in tokens else len(tokens)
+        """Tokens before the one that ends the reasoning; all of them where the answer never left it."""
+        end, tokens = self._split.end, self._sequence.tokens
+        if end is None:
+            return len(tokens)
+        text, length = Detokenizer(self._loaded.tokenizer.text_bytes), 0
+        for count, token in enumerate(tokens):
+            length += len(text.push(token))
+            if length > end:
+                return count
+        return len(tokens)
 
 
 def _timings(sequence: Sequence) -> Timings:
