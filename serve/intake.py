@@ -35,7 +35,6 @@ async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, 
         opted_out=call.store is False or _header_opts_out(request),
         arrived=arrived,
     )
-    service.admit()  # once more: a body can take its time to arrive
     return service, call, origin
 
 

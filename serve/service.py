@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Literal
@@ -95,9 +96,9 @@ class Service:
         await self.backend.close()
 
     def admit(self, choices: int = 1) -> None:
-        """Raises ApiError 503 where no request can start now, 429 where one of so many choices would wait too far back.
+        """Raises ApiError 503 where no request can start now, 429 where so many generations more would wait too far back.
 
-        An idle server takes a request of any number of choices.
+        An idle server takes any one request.
         """
         match self.state:
             case State.LOADING:
@@ -127,8 +128,18 @@ class Service:
         if name is not None and not self._settings.allow_drafter_choice:
             raise drafter_choice_not_allowed()
 
+    def generate_all(self, asked: Sequence[tuple[ChatRequest, Origin]]) -> list[Generation]:
+        """Start the generations of one request, or none of them: raises ApiError as `admit` does."""
+        self.admit(len(asked))
+        return [self._generate(request, origin) for request, origin in asked]
+
     def generate(self, request: ChatRequest, origin: Origin) -> Generation:
-        """Start a generation; from now on it is waited for, cancelled and recorded by this service."""
+        """Start the one generation of a request; raises ApiError as `admit` does."""
+        (generation,) = self.generate_all([(request, origin)])
+        return generation
+
+    def _generate(self, request: ChatRequest, origin: Origin) -> Generation:
+        """From now on it is waited for, cancelled and recorded by this service."""
         if origin.key is not None:
             # Whoever has another key learns nothing from how fast a prompt is answered, whatever salt was sent.
             request = replace(request, cache_salt=f"{origin.key}/{request.cache_salt or ''}")

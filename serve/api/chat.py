@@ -34,7 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
         told = call.stream and call.return_token_ids
         prompt_ids = (await service.backend.tokenize(asked))[0] if told else ()
         origins = [origin, *(origin.sibling() for _ in range(1, call.n or 1))]
-        choices = Choices([service.generate(_choice(asked, i, one), one) for i, one in enumerate(origins)])
+        choices = Choices(service.generate_all([(_choice(asked, i, one), one) for i, one in enumerate(origins)]))
         # Nothing is sent before the first event: until then a refusal can still have its own status.
         await while_connected(request, choices.cancel, choices.begin())
     except InvalidRequest as error:
