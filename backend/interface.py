@@ -344,8 +344,8 @@ class ChatBackend(Protocol):
     async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
         """The prompt a request would have, as token ids and as text; raises as `chat` does."""
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
-        """What token ids stand for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
+    async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
+        """What each id stands for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
 
     def cancel(self, request_id: str) -> None:
         """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

@@ -146,11 +146,11 @@ class LocalBackend:
         prompt = await asyncio.to_thread(self._prompt, request)
         if request.prompt is None:
             return prompt.ids, prompt.text
-        return prompt.ids, (await self.detokenize(prompt.ids)).decode("utf-8", errors="replace")
+        return prompt.ids, b"".join(await self.detokenize(prompt.ids)).decode("utf-8", errors="replace")
 
-    async def detokenize(self, ids: Ids[int]) -> bytes:
+    async def detokenize(self, ids: Ids[int]) -> Ids[bytes]:
         self._require_tokens(ids, "tokens")
-        return await asyncio.to_thread(lambda: b"".join(map(self._ready.tokenizer.token_bytes, ids)))
+        return await asyncio.to_thread(lambda: [self._ready.tokenizer.token_bytes(token) for token in ids])
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         loaded = self._ready

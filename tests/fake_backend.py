@@ -167,13 +167,13 @@ class FakeBackend:
             case str(text):
                 return tuple(text.encode()), text
             case ids:
-                return ids, (await self.detokenize(ids)).decode("utf-8", "replace")
+                return ids, b"".join(await self.detokenize(ids)).decode("utf-8", "replace")
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
+    async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         """Of a raw prompt a token is a byte."""
         if wrong := [token for token in ids if not 0 <= token < 256]:
             raise InvalidRequest(f"There is no token {wrong[0]}.", param="tokens")
-        return bytes(ids)
+        return [bytes([token]) for token in ids]
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         self.requests.append(request)
