@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from backend.answer import Answer
+from backend.constraints import constraint
 from backend.drafters.prediction import PredictionState
 from backend.engine.engine import Engine
 from backend.engine.loop import Loop
@@ -34,7 +35,7 @@ from backend.interface import (
 )
 from backend.loading import MOST_DRAFTS, Loaded, LocalOptions, load
 from backend.text.answer import AnswerText
-from backend.text.grammar import GrammarMatcher
+from backend.text.phases import Matcher
 from backend.text.tokenizer import ChatTokenizer, Prompt
 
 DEFAULT_MAX_TOKENS = 16384
@@ -167,15 +168,7 @@ class LocalBackend:
             with suppress(RuntimeError):  # the loop is gone: so is whoever would read it
                 loop.call_soon_threadsafe(emissions.put_nowait, emission)
 
-        matcher = None
-        if request.sampling.grammar:
-            if prompt.in_reasoning:
-                raise InvalidRequest(
-                    "A grammar while the model thinks is not supported yet: "
-                    'set chat_template_kwargs {"enable_thinking": false}.',
-                    param="chat_template_kwargs",
-                )
-            matcher = await asyncio.to_thread(loaded.grammars.matcher, request.sampling.grammar)
+        matcher = await asyncio.to_thread(constraint, request, prompt, loaded.tokenizer, loaded.grammars)
         sequence = self._sequence(request, prompt, matcher, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
@@ -209,7 +202,7 @@ class LocalBackend:
         self,
         request: ChatRequest,
         prompt: Prompt,
-        matcher: GrammarMatcher | None,
+        matcher: Matcher | None,
         deliver: Callable[[Emission], None],
     ) -> Sequence:
         loaded, asked = self._ready, request.sampling

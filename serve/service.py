@@ -119,8 +119,8 @@ class Service:
             self.admit()
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for any name but the served one; None is the served one."""
-        if name is not None and name != self.model_name:
+        """Raises ApiError 404 for any name but the served ones; None is the first of them."""
+        if name is not None and name not in self.model_names:
             raise model_not_found(name, self.model_name)
 
     def check_drafter(self, name: str | None) -> None:
@@ -161,8 +161,14 @@ class Service:
         return self._settings.unknown_fields
 
     @property
+    def model_names(self) -> Sequence[str]:
+        """Every name by which requests may call the model."""
+        return self._settings.served_model_name or (self.backend.info().name,)
+
+    @property
     def model_name(self) -> str:
-        return self._settings.served_model_name or self.backend.info().name
+        """The one name by which answers and rows call it."""
+        return self.model_names[0]
 
     @property
     def system_fingerprint(self) -> str:

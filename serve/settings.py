@@ -56,6 +56,7 @@ def _draft_tokens(count: object) -> object:
 
 _AT_FURTHER = {"field": "further_drafters"}
 Drafter = Annotated[str, AfterValidator(_drafter)]
+Name = Annotated[str, Field(min_length=1)]
 Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_key)], ...], NoDecode, BeforeValidator(_listed)]
 
 
@@ -69,8 +70,10 @@ class Settings(BaseSettings):
         description="tiny (bundled), a checkpoint directory, or a Hugging Face id. "
         "Unset: Qwen/Qwen3.5-9B where there is a GPU, tiny where there is none.",
     )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="The model's name in the API. Unset: --model."
+    served_model_name: Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_listed)] = Field(
+        (),
+        description="The model's names in the API, separated by commas: answers carry the first, requests may say any. "
+        "Unset: --model.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Precision of weights and activations.")

@@ -65,7 +65,7 @@ class GrammarCompiler:
 
         The first call prepares the vocabulary, about a second for 248k tokens.
         """
-        return GrammarMatcher(self._compiled(grammar).deep_copy(), self._text, self._ends)
+        return GrammarMatcher(self._compiled(grammar), self._text, self._ends)
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, many: bool, begun: bool = False) -> GrammarMatcher:
         """Of an answer that calls one of the tools, or with `many` some, and says nothing else.
@@ -82,7 +82,7 @@ class GrammarCompiler:
             source = tool_grammar.source(tools, *tags, many=many, begun=begun)
         except ValueError as error:
             raise _invalid_tools(str(error)) from None
-        return GrammarMatcher(self._compiled_calls(source).deep_copy(), self._text_and_tags, self._ends)
+        return GrammarMatcher(self._compiled_calls(source), self._text_and_tags, self._ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._ends:
@@ -124,10 +124,15 @@ class GrammarMatcher:
 
     lifted = False
 
-    def __init__(self, matcher: LLMatcher, text: NDArray[np.bool_], ends: frozenset[int]) -> None:
-        self._matcher, self._text, self.ends = matcher, text, ends
+    def __init__(self, compiled: LLMatcher, text: NDArray[np.bool_], ends: frozenset[int]) -> None:
+        self._compiled, self._text, self.ends = compiled, text, ends
+        self._matcher = compiled.deep_copy()
         self._taken: list[bool] = []  # whether each token went into the grammar; an end does not
         self._over = False
+
+    def fresh(self) -> GrammarMatcher:
+        """Another, at the start."""
+        return GrammarMatcher(self._compiled, self._text, self.ends)
 
     @property
     def accepts(self) -> bool:

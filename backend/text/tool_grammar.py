@@ -14,7 +14,12 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_PARAMETERS = 512  # of all tools together
-_END_OF_VALUE = "\n</parameter>"
+_SUFFIX = r'[suffix="\n</parameter>"]'  # what it matches ends with the first of these
+# What a value cannot have in it: its end, and what a reader may take for its end.
+_NOT_IN_VALUE = (
+    r"(\n<\/parameter>|<\/parameter>\s*<(parameter=|function=|tool_call>|\/function>|\/tool_call>)"
+    r"|<\/function>\s*<\/tool_call>|<\/tool_call>\s*<tool_call>|\n<parameter=)"
+)
 # What a model that likes white space may write of it between two tokens of JSON.
 _WHITESPACE = r"[ \t\r\n]{0,32}"
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
@@ -31,11 +36,12 @@ _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 def source(tools: Sequence[Mapping[str, Any]], begin: str, end: str, *, many: bool, begun: bool) -> str:
     """Calls of `tools`, OpenAI's objects: one, or with `many` some. `begin` and `end`: the tags, as Lark spells them.
 
-    With `begun` the first call goes on after its first tag. Patterns and lengths of text count where a function is
-    strict. Raises ValueError in one line, naming the function.
+    With `begun`, after its first tag, the model itself chose to call: of functions that are not strict the name alone
+    is held to. Patterns and lengths of text count where a function is strict. Raises ValueError in one line, naming
+    the function.
     """
     rules = _Rules()
-    names = [rules.add(_function(rules, tool["function"])) for tool in tools]
+    names = [rules.add(_function(rules, tool["function"], loosely=begun)) for tool in tools]
     call = f'"\\n" {_any_of(names)} "\\n" {end}'
     more = f' ("\\n" {begin} {call})*' if many else ""
     return "\n".join([f"start: {'' if begun else begin} {call}{more}", *rules.lines, ""])
@@ -63,10 +69,12 @@ class _Rules:
             raise ValueError(f"there are more than {MAX_PARAMETERS} parameters")
 
 
-def _function(rules: _Rules, function: Mapping[str, Any]) -> str:
-    name, schema = function["name"], function.get("parameters")
+def _function(rules: _Rules, function: Mapping[str, Any], *, loosely: bool) -> str:
+    name, schema, strict = function["name"], function.get("parameters"), function.get("strict") is True
+    if loosely and not strict:
+        schema = {}
     try:
-        parameters = _parameters(rules, schema, strict=function.get("strict") is True) if schema is not None else ""
+        parameters = "" if schema is None else _parameters(rules, schema, strict)
     except RecursionError:
         raise ValueError(f"{name}: the schema of its parameters refers to itself or is nested too deeply") from None
     except ValueError as error:
@@ -82,8 +90,8 @@ def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
     properties, required = schema.get("properties"), schema.get("required", [])
     if properties is None and not strict:
         rules.count_parameter()
-        others = document.value(rules, schema.get("additionalProperties", True))
-        return f'("<parameter=" /[^<>\\s]+/ ">\\n" {others})*' if others else ""
+        value = document.value(rules, schema.get("additionalProperties", True))
+        return f'("<parameter=" /[^<>\\s]+/ ">\\n" {value})*' if value else ""
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise ValueError("the schema of its parameters needs properties, an object, and required, a list, if any")
     if unknown := [key for key in required if not isinstance(key, str) or key not in properties]:
@@ -94,7 +102,7 @@ def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
         value = document.value(rules, of_key)
         if not value and key in required:
             raise ValueError(f"no value of {key!r} is allowed")
-        if value and (not key or re.search(r"[<>\r\n]", key)):
+        if value and (key != key.strip() or not re.fullmatch(r"[^<>\r\n]+", key)):
             raise ValueError(f"no parameter can be called {key!r}")
         if value:
             optional = "" if key in required else "?"
@@ -111,9 +119,9 @@ class _Literal:
 
 @dataclass(frozen=True)
 class _Text:
-    """Text as it is; `regex` is Lark's of the whole, empty where any will do."""
+    """Text as it is, that matches these regexes."""
 
-    regex: str = ""
+    regexes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,12 +144,12 @@ class _Document:
         schemas = [form.schema for form in self._forms(schema) if isinstance(form, _Json)]
         if _Text() in forms:
             forms, schemas = [_Text()], []  # whatever else it may be is text as well
-        texts = [form.regex or "/(?s:.*)/" for form in forms if isinstance(form, _Text)]
-        alternatives = [f'{rules.add(regex, f"[suffix={_text(_END_OF_VALUE)}]")} "\\n"' for regex in texts]
+        texts = [rules.add(_whole(form.regexes), _SUFFIX) for form in forms if isinstance(form, _Text)]
+        alternatives = [f'{text} "\\n"' for text in texts]
         plain = [_text(form.value) for form in forms if isinstance(form, _Literal)]
         plain += [rules.add(f"%json {json.dumps(self._alone(each))}") for each in schemas]
         if plain:
-            alternatives.append(f'{_any_of(plain)} {_text(_END_OF_VALUE)} "\\n"')
+            alternatives.append(f'{_any_of(plain)} "\\n</parameter>\\n"')
         return _any_of(alternatives) if alternatives else ""
 
     def _forms(self, schema: Any) -> Iterator[_Literal | _Text | _Json]:
@@ -167,7 +175,7 @@ class _Document:
             yield from self._combined(schema, combining)
         else:
             if "string" in types:
-                yield _Text(self._regex(schema))
+                yield _Text(tuple(self._regexes(schema)))
                 types = [kind for kind in types if kind != "string"] if "type" in schema else []
             if types:
                 yield _Json({**{key: of for key, of in schema.items() if key not in _OF_TEXT}, "type": types})
@@ -187,19 +195,14 @@ class _Document:
         else:
             yield from forms
 
-    def _regex(self, schema: Mapping[str, Any]) -> str:
+    def _regexes(self, schema: Mapping[str, Any]) -> Iterator[str]:
+        if self.strict and "pattern" in schema:
+            yield _whole_pattern(str(schema["pattern"]))
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if not isinstance(least, int) or not (isinstance(most, int) or most == ""):
             raise ValueError("a length is not an integer")
-        asked = []
-        if self.strict and "pattern" in schema:
-            asked.append(_whole_pattern(str(schema["pattern"])))
         if self.strict and (least or most != ""):
-            asked.append(f"(?s:.{{{least},{most}}})")
-        if not asked:
-            return ""
-        asked = [f"/{regex}/" for regex in asked]
-        return " & ".join([*asked, r"~/(?s:.*)\n<\/parameter>(?s:.*)/"])  # which would end the value
+            yield f"(?s:.{{{least},{most}}})"
 
     def resolved(self, schema: Any) -> Any:
         """The schema a reference stands for, with what stands beside it."""
@@ -265,6 +268,11 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     return types
 
 
+def _whole(regexes: Sequence[str]) -> str:
+    """Of a value as a whole, as Lark spells it."""
+    return " & ".join([*(f"/{regex}/" for regex in regexes or ["(?s:.*)"]), f"~/(?s:.*){_NOT_IN_VALUE}(?s:.*)/"])
+
+
 def _whole_pattern(pattern: str) -> str:
     """A pattern, of which JSON schema looks for a match anywhere, as a regex of the whole text."""
     begin = "" if pattern.startswith("^") else "(?s:.*)"
@@ -279,7 +287,7 @@ def _slashed(regex: str) -> str:
 
 
 def _literal(value: str) -> _Literal:
-    if "</parameter>" in value:
+    if re.search(_NOT_IN_VALUE, value + "\n"):
         raise ValueError(f"no value can be {value[:80]!r}")
     return _Literal(value)
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model this server has."""
+"""GET /v1/models and /v1/models/{id}: the one model this server has, under each of its names."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(request)]}
+    service = _service(request)
+    return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
-    model = _model(request)
-    service: Service = request.app.state.service
+    service = _service(request)
     service.check_model(name)
-    return model
+    return _model(service, name)
 
 
-def _model(request: Request) -> dict[str, Any]:
+def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     service.require_model()
+    return service
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """`root` is the name that answers carry; `default_sampling_params` are those of a request that gives none."""
+    info = service.backend.info()
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "draftloop",
-        "max_model_len": service.backend.info().max_model_len,
+        "root": service.model_name,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "default_sampling_params": info.sampling,
     }

@@ -1,0 +1,81 @@
+"""POST /v1/completions, streamed and not: raw prompts become generations, their events become OpenAI's legacy shapes.
+
+Knows no tokenizer and no sampling default; what a prompt's text means is the backend's to know.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from backend.interface import ChatRequest, InvalidRequest
+from serve.choices import Choices
+from serve.completion_answer import CompletionAnswer, ReadPrompt
+from serve.intake import receive
+from serve.record import Origin
+from serve.schemas.completions import CompletionRequest
+from serve.service import Service
+from serve.streaming import data_lines, event_stream, while_connected
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    service, call, origin = await receive(request, CompletionRequest)
+    asked = _requests(call, origin)
+    try:
+        prompts = await _read(service, call, [one for one, _ in asked])
+        choices = Choices(service.generate_all(asked))
+        # Nothing is sent before the first event of each prompt: until then a refusal can still have its own status.
+        leaders = range(0, len(asked), call.choices)
+        await while_connected(request, choices.cancel, choices.begin(leaders))
+    except InvalidRequest as error:
+        error.param = call.spelled(error.param)
+        raise
+    answer = CompletionAnswer(
+        call=call,
+        id=f"cmpl-{origin.id}",
+        model=service.model_name,
+        system_fingerprint=service.system_fingerprint,
+        choices=choices,
+        prompts=prompts,
+    )
+    if call.stream:
+        lines = (chunk.model_dump_json(exclude_unset=True) async for chunk in answer.chunks())
+        return event_stream(data_lines(lines, choices.cancel, answer.id), choices.cancel)
+    completion = await while_connected(request, choices.cancel, answer.whole())
+    return Response(completion.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def _requests(call: CompletionRequest, origin: Origin) -> list[tuple[ChatRequest, Origin]]:
+    """One generation for every choice of every prompt; each is a row of its own, which keeps its own prompt alone."""
+    sampling = replace(call.sampling(), prompt_logprobs=call.prompt_alternatives)
+    if call.choices > 1 and sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(63))  # one for all choices: each draws its own noise from it
+    asked: list[tuple[ChatRequest, Origin]] = []
+    for prompt in call.prompt:
+        for choice in range(call.choices):
+            at = origin.sibling() if asked else origin
+            if len(call.prompt) > 1:
+                at = replace(at, body={**origin.body, "prompt": prompt})
+            request = ChatRequest(
+                id=at.id,
+                prompt=prompt,
+                sampling=replace(sampling, choice=choice),
+                drafter=call.drafter,
+                cache_salt=call.cache_salt,
+            )
+            asked.append((request, at))
+    return asked
+
+
+async def _read(service: Service, call: CompletionRequest, asked: Sequence[ChatRequest]) -> list[ReadPrompt]:
+    """The prompts as the model reads them, where the answer tells of them before the backend does."""
+    if not (call.echo or (call.stream and call.return_token_ids)):
+        return [ReadPrompt()] * len(call.prompt)
+    return [ReadPrompt(*await service.backend.tokenize(one)) for one in asked[:: call.choices]]
