@@ -157,7 +157,7 @@ class LocalBackend:
         loaded = self._ready
         self._encoding.add(request.id)
         try:
-            prompt = await asyncio.to_thread(self._prompt, request)
+            prompt, matcher = await asyncio.to_thread(self._prepare, request)
         finally:
             wanted = request.id in self._encoding
             self._encoding.discard(request.id)
@@ -168,7 +168,6 @@ class LocalBackend:
             with suppress(RuntimeError):  # the loop is gone: so is whoever would read it
                 loop.call_soon_threadsafe(emissions.put_nowait, emission)
 
-        matcher = await asyncio.to_thread(constraint, request, prompt, loaded.tokenizer, loaded.grammars)
         sequence = self._sequence(request, prompt, matcher, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
@@ -181,6 +180,10 @@ class LocalBackend:
                     return
         finally:
             self._engine.cancel(sequence.id)
+
+    def _prepare(self, request: ChatRequest) -> tuple[Prompt, Matcher | None]:
+        prompt = self._prompt(request)
+        return prompt, constraint(request, prompt, self._ready.tokenizer, self._ready.grammars)
 
     def _prompt(self, request: ChatRequest) -> Prompt:
         """A raw prompt is taken as it is: no turn of it is known, and nothing of its answer is reasoning."""
