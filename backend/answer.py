@@ -12,6 +12,7 @@ from backend.engine.sequence import Emission, EmittedToken, Sequence
 from backend.interface import Alternative, ChatEvent, ChatRequest, FinishReason, Result, Timings, TokenInfo
 from backend.loading import Loaded
 from backend.text.detokenizer import Detokenizer
+from backend.text.parts import Part, Parts
 from backend.text.reasoning import ReasoningSplitter, Split
 from backend.text.tokenizer import Prompt
 from backend.text.tool_calls import Parsed, ToolCallParser
@@ -27,6 +28,7 @@ class Answer:
         # Where a grammar makes the model call, it leaves its reasoning first.
         self._split = ReasoningSplitter(prompt.in_reasoning, calls=may_call and request.tool_choice == "auto")
         self._calls = ToolCallParser(request.tools, parallel=request.parallel_tool_calls) if may_call else None
+        self._parts = Parts(loaded.tokenizer, in_reasoning=prompt.in_reasoning, calls=may_call)
         self._content: list[str] = []
         self._reasoning: list[str] = []
 
@@ -38,11 +40,14 @@ class Answer:
         parsed = self._parse(split.content + rest.content, emission.finish)
         self._content.append(parsed.content)
         self._reasoning.append(reasoning)
+        tokens = tuple(self._token(token, self._parts.of(token.token_id)) for token in emission.tokens)
+        if self._parts.now == "reasoning" and not self._split.in_reasoning:
+            self._parts.now = "call"  # it ended the reasoning by itself
         return ChatEvent(
             content=parsed.content,
             reasoning=reasoning,
             tool_calls=parsed.calls,
-            tokens=tuple(self._token(token) for token in emission.tokens),
+            tokens=tokens,
             prompt_tokens=tuple(self._token(token) for token in emission.prompt),
             result=self._result(emission) if emission.finish is not None else None,
         )
@@ -53,7 +58,7 @@ class Answer:
         parsed = self._calls.push(content)
         return parsed if finish is None else parsed + self._calls.finish(cut=finish != "stop")
 
-    def _token(self, token: EmittedToken) -> TokenInfo:
+    def _token(self, token: EmittedToken, part: Part = "content") -> TokenInfo:
         data = self._loaded.tokenizer.token_bytes(token.token_id)
         return TokenInfo(
             token_id=token.token_id,
@@ -63,6 +68,7 @@ class Answer:
             alternatives=tuple(self._alternative(*pair) for pair in token.alternatives),
             rank=token.rank,
             silent=not self._loaded.tokenizer.text_bytes(token.token_id),
+            part=part,
         )
 
     def _alternative(self, token_id: int, logprob: float) -> Alternative:
