@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
 
 from capture.records import Generation
 from capture.store import Store
@@ -24,6 +25,11 @@ OURS = (
     "stop_token_ids",
     "structured_outputs",
     "chat_template_kwargs",
+    "enable_thinking",
+    "thinking_budget",
+    "thinking_token_budget",
+    "include_reasoning",
+    "return_token_ids",
     "drafter",
     "cache_salt",
 )
@@ -31,7 +37,10 @@ OURS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """`pieces`: the content as it was streamed, one where it was not. `tokens`: (bytes, logprob, alternatives)."""
+    """`pieces`: the content as it was streamed, one where it was not. `tokens`: (bytes, logprob, alternatives).
+
+    `calls`: (name, arguments), without their ids, which are drawn.
+    """
 
     id: str
     pieces: tuple[str, ...]
@@ -40,6 +49,7 @@ class Answer:
     tokens: tuple[Any, ...]
     usage: dict[str, Any]
     timings: dict[str, Any]
+    calls: tuple[tuple[str, str], ...] = ()
 
     @property
     def row_id(self) -> str:
@@ -58,7 +68,7 @@ class Answer:
     def said(self) -> tuple[Any, ...]:
         """All that must be the same whenever the same is asked; not the id, not what it cost."""
         usage = {name: value for name, value in self.usage.items() if name != "prompt_tokens_details"}
-        return self.content, self.reasoning, self.finish_reason, self.tokens, usage
+        return self.content, self.reasoning, self.finish_reason, self.tokens, self.calls, usage
 
 
 def body(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -111,6 +121,7 @@ def of_completion(completion: ChatCompletion) -> Answer:
         tokens=_tokens(choice.logprobs),
         usage=completion.usage.model_dump(exclude_unset=True),
         timings=(completion.model_extra or {})["timings"],
+        calls=tuple((call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()),  # type: ignore[union-attr]
     )
 
 
@@ -132,7 +143,74 @@ def of_chunks(chunks: Iterable[ChatCompletionChunk]) -> Answer:
         tokens=tuple(token for choice in deltas for token in _tokens(choice.logprobs)),
         usage=last.usage.model_dump(exclude_unset=True),
         timings=(end.model_extra or {})["timings"],
+        calls=_calls(piece for choice in deltas for piece in choice.delta.tool_calls or ()),
     )
+
+
+def _calls(pieces: Iterable[ChoiceDeltaToolCall]) -> tuple[tuple[str, str], ...]:
+    """(name, arguments) of calls that came in pieces: ids and names in the first ones alone, all in their order."""
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        assert piece.function is not None
+        first = piece.index == len(calls)
+        assert first == (piece.id is not None) == (piece.type is not None) == (piece.function.name is not None)
+        if first:
+            calls.append((piece.function.name or "", ""))
+        assert piece.index == len(calls) - 1
+        name, arguments = calls[-1]
+        calls[-1] = (name, arguments + (piece.function.arguments or ""))
+    return tuple(calls)
+
+
+def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The body of the whole answer that chunks are pieces of, each field taken from where it was streamed."""
+    answer: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        rest = {name: value for name, value in chunk.items() if name != "choices" and value is not None}
+        timings = rest.pop("timings", None)
+        answer |= rest
+        for piece in chunk["choices"]:
+            choice = choices.setdefault(piece["index"], _no_choice(piece["index"]))
+            assert choice["finish_reason"] is None, "nothing comes after the end"
+            _add(choice["message"], piece["delta"])
+            if piece["logprobs"] is not None:
+                choice["logprobs"] = {"content": (choice["logprobs"] or {"content": []})["content"]}
+                choice["logprobs"]["content"] += piece["logprobs"]["content"]
+            if "token_ids" in piece:
+                choice.setdefault("token_ids", []).extend(piece["token_ids"])
+            if piece["finish_reason"] is not None:
+                choice |= {"finish_reason": piece["finish_reason"], "timings": timings}
+    for choice in choices.values():
+        message = choice["message"]
+        message["content"] = None if message.get("tool_calls") and not message["content"] else message["content"]
+    if len(choices) == 1:
+        answer["timings"] = choices[0].pop("timings")
+    return {**answer, "object": "chat.completion", "choices": [choices[index] for index in sorted(choices)]}
+
+
+def _no_choice(index: int) -> dict[str, Any]:
+    return {"index": index, "message": {"content": "", "refusal": None}, "logprobs": None, "finish_reason": None}
+
+
+def _add(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    for name, piece in delta.items():
+        if name == "role":
+            assert name not in message, "the role comes once"
+            message[name] = piece
+        elif name != "tool_calls":
+            message[name] = message.get(name, "") + piece
+        else:
+            calls = message.setdefault(name, [])
+            for more in piece:
+                if more["index"] == len(calls):
+                    calls.append({k: v for k, v in more.items() if k != "index"})
+                    assert list(calls[-1]) == ["id", "type", "function"]
+                    assert list(calls[-1]["function"]) == ["name", "arguments"]
+                else:
+                    assert list(more) == ["index", "function"]
+                    assert list(more["function"]) == ["arguments"]
+                    calls[more["index"]]["function"]["arguments"] += more["function"]["arguments"]
 
 
 def _tokens(logprobs: Any) -> tuple[Any, ...]:
