@@ -180,7 +180,7 @@ def _top(token: TokenInfo, count: int, as_id: bool) -> dict[str, float]:
 
 def _prompt_logprob(token: TokenInfo, count: int) -> dict[int, PromptLogprob] | None:
     """The token, and the likeliest at its place; None of a prompt's first."""
-    if token.rank is None:
+    if token.rank is None or math.isnan(token.logprob):
         return None
     told = {token.token_id: PromptLogprob(logprob=_finite(token.logprob), rank=token.rank, decoded_token=token.text)}
     for rank, one in enumerate(token.alternatives[:count], 1):
