@@ -84,10 +84,10 @@ class Output:
         if not self._is_open(kind):
             yield from self._begin(kind)
 
-    def _begin(self, kind: Kind, **more: str) -> Iterator[Told]:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Told]:
         yield from self._end("completed")
         index = len(self.items)
-        self._open = item = _Item(kind, f"{PREFIXES[kind]}_{self._response_id}_{index}", index, **more)
+        self._open = item = _Item(kind, f"{PREFIXES[kind]}_{self._response_id}_{index}", index, call_id, name)
         yield {"type": "response.output_item.added", "output_index": index, "item": item.told("in_progress")}
         if (part := item.part()) is not None:
             yield {"type": "response.content_part.added", **item.place, "part": part}

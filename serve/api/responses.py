@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response as HttpResponse
@@ -127,7 +127,7 @@ class _Answer:
             for step in self.output.add(event):
                 yield step
             if (result := event.result) is not None:
-                status: Status = "completed" if ended(result) == "stop" else "incomplete"
+                status: Literal["completed", "incomplete"] = "completed" if ended(result) == "stop" else "incomplete"
                 for step in self.output.close(status):
                     yield step
                 yield {"type": f"response.{status}", "response": self._response(status, result=result)}
