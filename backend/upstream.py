@@ -173,7 +173,7 @@ class UpstreamBackend:
     async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
         raise InvalidRequest("The tokenizer is the upstream's; this server has none.")
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         raise InvalidRequest("The tokenizer is the upstream's; this server has none.")
 
     def cancel(self, request_id: str) -> None:

@@ -40,7 +40,8 @@ class Watch:
         """Look once before returning; an upstream that does not answer yet may do so later."""
         self._client = client
         await self._look()
-        log.warning("the upstream %s", "answers" if self.reachable else "does not answer yet")
+        if not self.reachable:
+            log.warning("the upstream does not answer yet")
         self._task = asyncio.create_task(self._run(), name="watching the upstream")
 
     async def close(self) -> None:

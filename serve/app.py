@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
 from serve import errors
-from serve.api import admin, chat, completions, health, models, responses, tokenize
+from serve.api import admin, chat, completions, health, models, proxy, responses, tokenize
 from serve.auth import Authentication, Keyring
 from serve.middleware import REQUEST_ID, BodyLimits, RequestLog
 from serve.service import Service
@@ -53,11 +53,7 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
     app.add_middleware(RequestLog)
-    app.include_router(chat.router)
-    app.include_router(responses.router)
-    app.include_router(completions.router)
-    app.include_router(tokenize.router)
-    app.include_router(models.router)
-    app.include_router(admin.router)
-    app.include_router(health.router)
+    generating = (chat, responses, completions, tokenize, models) if settings.upstream is None else (proxy,)
+    for family in (*generating, admin, health):
+        app.include_router(family.router)
     return app

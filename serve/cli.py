@@ -108,7 +108,17 @@ app.command()(_command())
 
 
 def make_backend(settings: Settings) -> ChatBackend:
-    """The backend the settings ask for, not yet started."""
+    """The backend the settings ask for, not yet started. Raises BackendError for an upstream that is no URL."""
+    if settings.upstream is not None:
+        from backend.upstream import UpstreamBackend, UpstreamOptions
+
+        key = os.environ.get(variable("upstream_api_key"))
+        return UpstreamBackend(
+            UpstreamOptions(
+                settings.upstream, settings.model, settings.served_model_name, key, settings.upstream_timeout
+            )
+        )
+
     from backend.local import LocalBackend
 
     return LocalBackend(_local_options(settings))

@@ -13,10 +13,11 @@ from fastapi import Request
 from serve import body
 from serve.errors import ApiError
 from serve.record import Origin
+from serve.schemas.proxied import Proxied
 from serve.schemas.sampling import Generating
 from serve.service import Service
 
-Call = TypeVar("Call", bound=Generating)
+Call = TypeVar("Call", bound=Generating | Proxied)
 
 
 async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, Origin]:
@@ -25,8 +26,9 @@ async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, 
     service.admit()
     arrived = time.perf_counter()
     call, sent = await body.read(request, schema, service.unknown_fields)
-    service.check_model(call.model)
-    service.check_drafter(call.drafter)
+    if isinstance(call, Generating):  # what a proxy passes on, the upstream checks
+        service.check_model(call.model)
+        service.check_drafter(call.drafter)
     origin = Origin(
         model=service.model_name,
         body=sent,

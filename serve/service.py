@@ -96,7 +96,7 @@ class Service:
         await self.backend.close()
 
     def admit(self, choices: int = 1) -> None:
-        """Raises ApiError 503 where no request can start now, 429 where so many generations more would wait too far back.
+        """Raises ApiError 503 where no request can start now, 429 where so many more would wait too far back.
 
         An idle server takes any one request.
         """
@@ -105,7 +105,8 @@ class Service:
                 raise unavailable("The model is still loading.", "model_loading")
             case State.DRAINING:
                 raise unavailable("The server is shutting down.", "shutting_down")
-            case State.RECOVERING:
+            # How an upstream is now, a request finds out best.
+            case State.RECOVERING if self._settings.upstream is None:
                 raise unavailable("The engine is not ready; it may soon be again.", "engine_not_ready")
             case State.FAILED:
                 raise unavailable("The engine has failed; the server's log says why.", "engine_failed")

@@ -70,6 +70,15 @@ class Settings(BaseSettings):
         description="tiny (bundled), a checkpoint directory, or a Hugging Face id. "
         "Unset: Qwen/Qwen3.5-9B where there is a GPU, tiny where there is none.",
     )
+    upstream: str | None = Field(
+        None,
+        min_length=1,
+        description="URL of another OpenAI server to stand in front of, in place of a model here; --model is then the "
+        "name it has there for requests that name none. Its key is read from DRAFTLOOP_UPSTREAM_API_KEY alone.",
+    )
+    upstream_timeout: float = Field(
+        600.0, gt=0, allow_inf_nan=False, description="Seconds of silence after which an upstream is given up."
+    )
     served_model_name: Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (),
         description="The model's names in the API, separated by commas: answers carry the first, requests may say any. "
@@ -162,6 +171,9 @@ class Settings(BaseSettings):
     )
     shutdown_grace: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="Seconds running requests may take to finish on SIGTERM or Ctrl-C."
+    )
+    metrics_compat: Literal["off", "vllm"] = Field(
+        "off", description="Tell the figures of /metrics under vLLM's names too, for dashboards made for it."
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
         "warning", description="What is logged to stderr; info includes one line per request, never what it said."
