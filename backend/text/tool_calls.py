@@ -36,7 +36,7 @@ _IN_VALUE = tags(
     call_end=(r"\n?", _CALL_END, SPACE, _CALL),
     parameter=("\n", _PARAMETER, NAME, ">"),
 )
-_IN_JSON = tags(call_end=(_CALL_END,))
+_IN_JSON = tags(call_end=(_CALL_END,), call=(_CALL,))
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class ToolCallParser:
         self._call: _Call | None = None
         self._called = False
         self._blank = ""  # white space that is content if more follows it
+        self._skips_blank = False  # there was white space before the last call: what comes after it adds nothing
         self._spoken = False
         self._value: list[str] | None = None  # a parameter's text, where it is not told bit by bit
         self._value_types = TEXT
@@ -97,20 +98,19 @@ class ToolCallParser:
     def push(self, text: str) -> Parsed:
         """What `text` makes certain."""
         self._held += text
-        while self._read():
-            pass
+        self._read_on()
         return self._news()
 
     def finish(self, *, cut: bool) -> Parsed:
         """The rest, once no text follows. `cut`: the model had not ended, so an unfinished call stays unfinished."""
-        held, self._held = self._held, ""
+        if self._read == self._json_call:
+            block, self._held = "".join(self._json) + self._held, ""
+            if not self._take_json(block) and not cut:
+                self._held = block
+                self._read_on()
         if self._read == self._content:
             if not self._called:
-                self._say(held)
-        elif self._read == self._json_call:
-            block = "".join(self._json) + held
-            if not self._take_json(block) and not cut:
-                self._say(block)
+                self._say(self._held)
         elif self._call is not None and not cut:
             if self._read != self._function:
                 self._end_value()
@@ -124,6 +124,10 @@ class ToolCallParser:
         news = Parsed("".join(self._new_content), tuple(self._new_calls))
         self._new_content, self._new_calls = [], []
         return news
+
+    def _read_on(self) -> None:
+        while self._read():
+            pass
 
     # Each of these reads what it can of the text held; False where it needs more.
 
@@ -168,15 +172,12 @@ class ToolCallParser:
         return True
 
     def _json_call(self) -> bool:
-        before, _, name = self._next(_IN_JSON)
+        before, tag, name = self._next(_IN_JSON)
         self._json.append(before)
-        if name is None:
-            return False
-        block = "".join(self._json)
-        if not self._take_json(block):
-            self._say(block)
-        self._read = self._content
-        return True
+        if name is not None:
+            block = "".join(self._json)
+            self._held = tag + self._held if self._take_json(block) else block + tag + self._held
+        return name is not None
 
     def _function(self) -> bool:
         """Between parameters, where nothing else means anything."""
@@ -224,6 +225,9 @@ class ToolCallParser:
     # What was read becomes content and calls.
 
     def _say(self, text: str) -> None:
+        if self._skips_blank:
+            text = text.lstrip()
+            self._skips_blank = not text
         self._blank += text
         if certain := self._blank.rstrip():
             self._blank = self._blank[len(certain) :]
@@ -234,6 +238,7 @@ class ToolCallParser:
         index = len(self._told) if self._parallel or not self._told else None
         self._call = _Call(index, f"call_{secrets.token_hex(12)}", name, self._types.get(name, {}))
         self._called = True
+        self._skips_blank = bool(self._blank)
         self._read = self._function
         if index is not None:
             self._told.append(self._call)
@@ -244,7 +249,8 @@ class ToolCallParser:
         self._call = None
 
     def _take_json(self, block: str) -> bool:
-        """Tell a call spelled as JSON; False where it is none."""
+        """Tell a call spelled as JSON; False where it is none, and so may be content."""
+        self._read = self._content
         try:
             call = strict_json(block)
             name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
@@ -259,6 +265,7 @@ class ToolCallParser:
         self._begin_call(name)
         self._argue(spelled)
         self._call = None
+        self._read = self._content
         return True
 
     def _expects(self, key: str) -> bool:

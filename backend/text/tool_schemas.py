@@ -15,6 +15,12 @@ TEXT: Types = frozenset({"string"})
 _SAYS_NOTHING: Types = frozenset()
 _NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+_TYPE_BY_KEYWORD = {
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "object": ("properties", "additionalProperties", "required", "patternProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "contains", "uniqueItems"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _WORDS = re.compile(r'"(?:\\.|[^"\\])*"|\b(?:True|False|None)\b', re.DOTALL)
 
@@ -60,9 +66,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types:
     if isinstance(branches := schema.get("allOf"), list):
         said = [types for branch in branches if (types := _types(branch, root, depth + 1))]
         return frozenset.intersection(*said) | null if said else _SAYS_NOTHING
-    if "properties" in schema:
-        return frozenset({"object"}) | null
-    return frozenset({"array"}) | null if "items" in schema else _SAYS_NOTHING
+    about = frozenset(kind for kind, words in _TYPE_BY_KEYWORD.items() if any(word in schema for word in words))
+    return about | null if about else _SAYS_NOTHING
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -81,9 +86,9 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def as_json(text: str, types: Types) -> str:
-    """A parameter's text as JSON: itself where it is JSON of one of `types`, else a string.
+    """A parameter's text as JSON: itself where it is JSON of one of `types` that is not text, else a string.
 
-    Null passes for every type, as does Python's spelling of JSON's words.
+    Null passes for every type, as does Python's spelling of JSON's words. Text is never quoted in Qwen's markup.
     """
     stripped = text.strip(" \t\r\n")
     for spelled in (stripped, _WORDS.sub(lambda word: _PYTHON.get(word[0], word[0]), stripped)):
@@ -110,7 +115,7 @@ def _no_constant(name: str) -> NoReturn:
 
 def _fits(value: Any, types: Types) -> bool:
     kind = _type_of(value)
-    return (
+    return kind != "string" and (
         kind in types
         or value is None
         or (kind == "integer" and "number" in types)
