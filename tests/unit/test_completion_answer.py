@@ -13,6 +13,7 @@ from backend.interface import ChatEvent, TokenInfo
 from serve.completion_answer import _Telling
 from serve.schemas.completions import CompletionRequest
 
+END: Any = object()  # any result ends the answer
 CALL = CompletionRequest(prompt="x", echo=True, logprobs=0)
 tokens = st.lists(
     st.tuples(
@@ -29,7 +30,7 @@ def told(prompt: list[TokenInfo], answer: list[TokenInfo], sizes: Iterable[int])
     for some in _some(answer, sizes):
         shown = b"".join(token.bytes for token in some if not token.silent)
         events.append(ChatEvent(content=decode(shown), tokens=tuple(some)))
-    events.append(ChatEvent(content=decode(b"", True)))
+    events.append(ChatEvent(content=decode(b"", True), result=END))
     text, columns = "", {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
     for event in events:
         telling.hear(event)
