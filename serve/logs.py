@@ -105,8 +105,9 @@ def configure(level: str, form: Literal["text", "json"]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # It would log every chunk of every answer.
-    logging.getLogger("sse_starlette").setLevel(max(logging.INFO, logging.getLogger().level))
+    # They would log every chunk of every answer, and every look at an upstream.
+    for name, least in (("sse_starlette", logging.INFO), ("httpcore", logging.INFO), ("httpx", logging.WARNING)):
+        logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
 
 
 class _Text(logging.Formatter):
