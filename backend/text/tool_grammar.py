@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-MAX_PARAMETERS = 512  # of all tools together
+MAX_SOURCE = 400_000  # characters of a grammar, which its tools' schemas have to fit into
+_A_SCHEMA = 50  # characters, for telling what one is
 _SUFFIX = r'[suffix="\n</parameter>"]'  # what it matches ends with the first of these
 # What a value cannot have in it: its end, and what a reader may take for its end.
 _NOT_IN_VALUE = (
@@ -49,24 +50,25 @@ def source(tools: Sequence[Mapping[str, Any]], begin: str, end: str, *, many: bo
 
 @dataclass
 class _Rules:
-    """Lines of the grammar so far; `parameters`: how many they spell."""
+    """Lines of the grammar so far; `spent`: characters of it and of the way there."""
 
     lines: list[str] = field(default_factory=list)
-    parameters: int = 0
+    spent: int = 0
     _names: dict[str, str] = field(default_factory=dict)
 
-    def add(self, body: str, attributes: str = "") -> str:
-        """A rule's name, one for all that are alike."""
+    def add(self, body: str, attributes: str = "", kind: str = "r") -> str:
+        """A rule's name, one for all that are alike. A `kind` in upper case is a lexeme of its own."""
         line = f"{attributes}: {body}"
         if line not in self._names:
-            self._names[line] = f"r{len(self._names)}"
+            self.spend(len(line))
+            self._names[line] = f"{kind}{len(self._names)}"
             self.lines.append(self._names[line] + line)
         return self._names[line]
 
-    def count_parameter(self) -> None:
-        self.parameters += 1
-        if self.parameters > MAX_PARAMETERS:
-            raise ValueError(f"there are more than {MAX_PARAMETERS} parameters")
+    def spend(self, characters: int) -> None:
+        self.spent += characters
+        if self.spent > MAX_SOURCE:
+            raise ValueError("the schemas up to here are too large")
 
 
 def _function(rules: _Rules, function: Mapping[str, Any], *, loosely: bool) -> str:
@@ -89,7 +91,6 @@ def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
         raise ValueError("the schema of its parameters is not an object")
     properties, required = schema.get("properties"), schema.get("required", [])
     if properties is None and not strict:
-        rules.count_parameter()
         value = document.value(rules, schema.get("additionalProperties", True))
         return f'("<parameter=" /[^<>\\s]+/ ">\\n" {value})*' if value else ""
     if not isinstance(properties, Mapping) or not isinstance(required, list):
@@ -98,7 +99,6 @@ def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
         raise ValueError(f"{unknown[0]!r} is required but not among the properties")
     written = []
     for key, of_key in properties.items():
-        rules.count_parameter()
         value = document.value(rules, of_key)
         if not value and key in required:
             raise ValueError(f"no value of {key!r} is allowed")
@@ -140,21 +140,22 @@ class _Document:
 
     def value(self, rules: _Rules, schema: Any) -> str:
         """What matches a value of that schema and its end; empty where there is none."""
-        forms = list(dict.fromkeys(form for form in self._forms(schema) if not isinstance(form, _Json)))
-        schemas = [form.schema for form in self._forms(schema) if isinstance(form, _Json)]
-        if _Text() in forms:
-            forms, schemas = [_Text()], []  # whatever else it may be is text as well
+        forms = list(self._forms(rules, schema))
+        if any(form == _Text() for form in forms):
+            forms = [_Text()]  # whatever else it may be is text as well
         texts = [rules.add(_whole(form.regexes), _SUFFIX) for form in forms if isinstance(form, _Text)]
-        alternatives = [f'{text} "\\n"' for text in texts]
-        plain = [_text(form.value) for form in forms if isinstance(form, _Literal)]
-        plain += [rules.add(f"%json {json.dumps(self._alone(each))}") for each in schemas]
+        alternatives = [f'{text} "\\n"' for text in dict.fromkeys(texts)]
+        literals = dict.fromkeys(_text(form.value) for form in forms if isinstance(form, _Literal))
+        plain = [rules.add(" | ".join(literals), kind="R")] if literals else []
+        plain += [rules.add(f"%json {self._alone(form.schema)}") for form in forms if isinstance(form, _Json)]
         if plain:
             alternatives.append(f'{_any_of(plain)} "\\n</parameter>\\n"')
         return _any_of(alternatives) if alternatives else ""
 
-    def _forms(self, schema: Any) -> Iterator[_Literal | _Text | _Json]:
+    def _forms(self, rules: _Rules, schema: Any) -> Iterator[_Literal | _Text | _Json]:
         """The ways to write a value; more than the schema allows where it is not worth telling them apart."""
         schema = self.resolved(schema)
+        rules.spend(_A_SCHEMA + len(schema) if isinstance(schema, Mapping) else _A_SCHEMA)
         if schema is False:
             return
         if schema is True:
@@ -172,7 +173,7 @@ class _Document:
             if others := [value for value in listed if not isinstance(value, str)]:
                 yield _Json({"enum": others})
         elif combining := next((keyword for keyword in ("anyOf", "oneOf", "allOf") if keyword in schema), None):
-            yield from self._combined(schema, combining)
+            yield from self._combined(rules, schema, combining)
         else:
             if "string" in types:
                 yield _Text(tuple(self._regexes(schema)))
@@ -180,7 +181,7 @@ class _Document:
             if types:
                 yield _Json({**{key: of for key, of in schema.items() if key not in _OF_TEXT}, "type": types})
 
-    def _combined(self, schema: Mapping[str, Any], keyword: str) -> Iterator[_Literal | _Text | _Json]:
+    def _combined(self, rules: _Rules, schema: Mapping[str, Any], keyword: str) -> Iterator[_Literal | _Text | _Json]:
         if not isinstance(schema[keyword], list):
             raise ValueError(f"{keyword} is not a list")
         base = {key: of for key, of in schema.items() if key != keyword}
@@ -189,7 +190,7 @@ class _Document:
             merged = [{key: of for part in (base, *parts) if isinstance(part, Mapping) for key, of in part.items()}]
         else:
             merged = [{**base, **part} if isinstance(part, Mapping) else part for part in parts]
-        forms = [form for each in merged for form in self._forms(each)]
+        forms = [form for each in merged for form in self._forms(rules, each)]
         if forms and all(isinstance(form, _Json) for form in forms):
             yield _Json(schema)  # more exactly than merged
         else:
@@ -226,13 +227,13 @@ class _Document:
                 raise ValueError(f"there is no {reference[:80]!r} in the schema") from None
         return found
 
-    def _alone(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """On its own: references lead into a copy of the whole document."""
+    def _alone(self, schema: Mapping[str, Any]) -> str:
+        """As JSON, on its own: references lead into a copy of the whole document."""
         own = _without_notes(schema)
         if "$ref" in json.dumps(own):
             own["$defs"] = {"root": _without_notes(self.root)}
         lenient = {"lenient": not self.strict, "coerce_one_of": not self.strict}
-        return {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE, **lenient}}
+        return json.dumps({**own, "x-guidance": {"whitespace_pattern": _WHITESPACE, **lenient}})
 
 
 def _without_notes(schema: Any) -> Any:
