@@ -1,4 +1,4 @@
-"""A request's JSON body: read within a limit, parsed strictly, validated. Knows no endpoint."""
+"""A request's JSON body: parsed strictly, validated. Knows no endpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from serve.errors import ApiError, from_validation
-
-MAX_BODY_BYTES = 32 * 1024 * 1024
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,18 +24,20 @@ async def read(
         raise ApiError(
             415, f"The body must be sent as Content-Type: application/json, not {content_type or 'without a type'}."
         )
-    received = bytearray()
-    async for piece in request.stream():
-        received += piece
-        if len(received) > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
-    sent = body = _parse(bytes(received))
+    return understood(await request.body(), schema, unknown)
+
+
+def understood(
+    received: bytes, schema: type[Body], unknown: Literal["ignore", "refuse"]
+) -> tuple[Body, Mapping[str, Any]]:
+    """`read`, of the body itself."""
+    sent = body = _parse(received)
     while True:
         try:
             return schema.model_validate(body), sent
         except ValidationError as error:
             strangers = [] if unknown == "refuse" else _strangers(error)
-            body = _parse(bytes(received)) if body is sent else body
+            body = _parse(received) if body is sent else body
             if not strangers or not all(_drop(body, path) for path in strangers):
                 raise from_validation(error) from None
         # Once more without them: validators that run late may find further ones.

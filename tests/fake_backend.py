@@ -320,7 +320,7 @@ class _Recital:
             tool_calls=tuple(self.calls),
             error="out of memory" if finish == "error" else None,
             first_user_end=4 if self.request.prompt is None else 0,
-            reasoning_tokens=len(self.script.thought) or None,
+            reasoning_tokens=min(len(self.script.thought), len(self.done)) or None,
             cached_tokens=self.script.cached,
             accepted_prediction_tokens=None if predicted is None else accepted,
             rejected_prediction_tokens=None if predicted is None else drafted - accepted,

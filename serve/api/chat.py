@@ -6,9 +6,7 @@ Knows no sampling default and no text rule; what the client did not ask for is l
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -28,7 +26,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     service, call, origin = await receive(request, ChatCompletionRequest)
-    asked = _chat_request(call, origin.id, origin.body)
+    asked = _chat_request(call, origin.id)
     try:
         # The backend tells the prompt's ids at the end only; a stream tells them first.
         told = call.stream and call.return_token_ids
@@ -59,7 +57,7 @@ def _choice(asked: ChatRequest, index: int, origin: Origin) -> ChatRequest:
     return replace(asked, id=origin.id, sampling=replace(asked.sampling, choice=index))
 
 
-def _chat_request(call: ChatCompletionRequest, request_id: str, body: Mapping[str, Any]) -> ChatRequest:
+def _chat_request(call: ChatCompletionRequest, request_id: str) -> ChatRequest:
     sampling = call.sampling()
     if (call.n or 1) > 1 and sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(63))  # one for all choices: each draws its own noise from it
@@ -74,5 +72,4 @@ def _chat_request(call: ChatCompletionRequest, request_id: str, body: Mapping[st
         prediction=None if call.prediction is None else call.prediction.content,
         drafter=call.drafter,
         cache_salt=call.cache_salt,
-        raw=body,
     )

@@ -19,7 +19,7 @@ from serve.strict import RequestModel, Text, without
 
 MAX_CHOICES = 128
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Parameters that others know and that would change the answer, but that we do not serve, each with the values that
 # ask for nothing. Null always asks for nothing.

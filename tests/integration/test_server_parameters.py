@@ -190,6 +190,78 @@ def test_the_row_keeps_what_was_asked_and_what_was_in_effect(serve_process):
     )
 
 
+def test_thinking_reaches_the_backend(serve):
+    server = serve()
+    ask(server, reasoning_effort="none", extra_body={"thinking_token_budget": 5})
+    ask(server, reasoning_effort="high", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    told = [(request.template_kwargs, request.thinking_budget) for request in server.backend.requests]
+    assert told == [({"enable_thinking": False}, 5), ({"enable_thinking": False}, None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_hidden_from_the_client_alone(serve, stream):
+    server = serve(Script(thought=(b"secret", b" thoughts")))
+    response = server.chat(include_reasoning=False, stream=stream)
+    assert "secret" not in response.text
+    assert "reasoning_content" not in response.text
+    (row,) = server.rows()
+    assert row.reasoning == "secret thoughts"
+    assert server.chat(include_reasoning=False).json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+
+
+def test_reasoning_cut_short_is_no_more_than_was_said(serve):
+    usage = ask(serve(Script(thought=(b"a",) * 9)), max_tokens=4).usage
+    assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (4, 4)
+
+
+def test_token_ids_come_with_the_answer_where_asked_for(serve):
+    server = serve(Script(thought=(b"hm",)))
+    body = server.chat(return_token_ids=True).json()
+    assert body["prompt_token_ids"] == list(range(1, 8))
+    assert body["choices"][0]["token_ids"] == list(range(100, 111))
+    assert "token_ids" not in server.chat().text
+    assert "token_ids" not in server.chat(stream=True).text
+
+
+def test_tokens_can_be_told_as_ids(serve):
+    body = serve().chat(logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True).json()
+    first, *_ = body["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["bytes"]) == ("token_id:100", [72, 101, 108])
+    assert first["top_logprobs"][0]["token"] == "token_id:0"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_token_has_its_log_probability_those_of_thoughts_and_calls_too(serve, stream):
+    server = serve(Script(thought=(b"hm",), pieces=(b"so",), calls=(("f", "{", "}"),)))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    if stream:
+        parts = list(ask(server, tools=tools, logprobs=True, stream=True))
+        told = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+    else:
+        told = ask(server, tools=tools, logprobs=True).choices[0].logprobs.content
+    assert [token.token for token in told] == ["hm", "so", "f", "{", "}"]
+    assert [token.logprob for token in told] == [-0.5, -1, -1.5, -2, -2.5]
+
+
+def test_what_changes_nothing_is_accepted_and_the_tier_is_told(serve):
+    server = serve()
+    effectless = {
+        "verbosity": "low",
+        "safety_identifier": "x",
+        "prompt_cache_key": "y",
+        "user": "z",
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "store": True,
+        "stream_options": {"include_obfuscation": True},
+    }
+    *_, end = ask(server, **effectless, service_tier="flex", stream=True)
+    assert end.service_tier == "default"
+    assert ask(server, service_tier="auto").service_tier == "default"
+    assert "service_tier" not in server.chat().json()
+    assert server.backend.requests[0].sampling == SamplingRequest()
+
+
 def test_every_field_of_a_sampling_request_is_tried_in_some_test():
     tried = {*OPENAIS, *VLLMS, "grammar"}
     before = {
