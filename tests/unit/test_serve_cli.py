@@ -31,11 +31,28 @@ VALUES = {
     "host": "127.0.0.2",
     "port": "0",
     "insecure": "true",
+    "tls_cert": "cert.pem",
+    "tls_key": "key.pem",
+    "api_key": "me=a-key, another",
+    "api_key_file": "keys",
+    "admin_key": "root=mine",
+    "metrics_auth": "off",
+    "cors_origin": "https://a.example, https://b.example",
+    "max_queued": "0",
+    "max_body": "0.5",
+    "body_timeout": "7",
+    "request_timeout": "90",
+    "sse_keep_alive": "0",
     "capture": "off",
     "capture_synchronous": "NORMAL",
     "capture_commit_timeout": "0.5",
     "shutdown_grace": "1.5",
+    "unknown_fields": "refuse",
+    "upstream": "http://localhost:1/v1",
+    "upstream_timeout": "9",
+    "metrics_compat": "vllm",
     "log_level": "debug",
+    "log_format": "json",
 }
 
 
@@ -70,6 +87,10 @@ def test_every_setting_has_its_flag_and_its_variable(parse, monkeypatch, name):
     default = getattr(parse(), name)
     if name == "further_drafters":
         monkeypatch.setenv(variable("allow_drafter_choice"), "true")
+    for pair in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if pair[0] == name:
+            monkeypatch.setenv(variable(pair[1]), "other.pem")
+            default = None
     is_switch = Settings.model_fields[name].annotation is bool
     by_flag = parse(flag(name), *([] if is_switch else [VALUES[name]]))
     monkeypatch.setenv(variable(name), VALUES[name])
@@ -133,6 +154,18 @@ def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
         (["--no-such-flag"], "--no-such-flag"),
         (["--port"], "--port"),
         (["stray"], "stray"),
+        (["--api-key", ""], "--api-key (DRAFTLOOP_API_KEY)"),
+        (["--api-key", "a,,b"], "--api-key"),
+        (["--api-key", "two words"], "--api-key"),
+        (["--admin-key", "schlüssel"], "--admin-key"),
+        (["--tls-cert", "cert.pem"], "--tls-key (DRAFTLOOP_TLS_KEY)"),
+        (["--tls-key", "key.pem"], "--tls-cert (DRAFTLOOP_TLS_CERT)"),
+        (["--max-queued", "-1"], "--max-queued"),
+        (["--max-body", "0"], "--max-body"),
+        (["--body-timeout", "0"], "--body-timeout"),
+        (["--request-timeout", "inf"], "--request-timeout"),
+        (["--sse-keep-alive", "-1"], "--sse-keep-alive"),
+        (["--log-format", "xml"], "--log-format"),
         (["--host", "0.0.0.0"], "--insecure"),
         (["--host", "::"], "--insecure"),
         (["--host", "192.168.1.1"], "--insecure"),
@@ -144,9 +177,18 @@ def test_a_mistake_is_one_line_naming_it_and_exit_code_2(monkeypatch, capsys, ar
     assert_refused(monkeypatch, capsys, arguments, named)
 
 
-def test_a_host_that_does_not_exist_is_one_line_too(monkeypatch, capsys):
-    arguments = ["--host", "no such host", "--insecure", "--capture", "off"]
-    assert_refused(monkeypatch, capsys, arguments, "no such host")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--host", "no such host", "--insecure"], "no such host"),
+        (["--api-key-file", "no/such/file"], "no/such/file"),
+        (["--api-key", "twice,twice"], "given twice"),
+        (["--tls-cert", "no/cert.pem", "--tls-key", "no/key.pem"], "no/cert.pem"),
+        (["--tls-cert", __file__, "--tls-key", __file__], "PEM"),
+    ],
+)
+def test_what_only_the_start_can_tell_is_one_line_too(monkeypatch, capsys, arguments, named):
+    assert_refused(monkeypatch, capsys, [*arguments, "--port", "0", "--capture", "off"], named)
 
 
 def assert_refused(monkeypatch, capsys, arguments: list[str], named: str) -> None:
@@ -176,6 +218,26 @@ def test_draft_tokens_are_a_number_or_auto(parse, given):
 def test_further_drafters_are_split_at_commas(parse):
     settings = parse("--allow-drafter-choice", "--further-drafters", "hot_vocab:a b.safetensors , none")
     assert settings.further_drafters == ("hot_vocab:a b.safetensors", "none")
+
+
+def test_a_mistake_in_a_key_does_not_tell_the_key(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve", "--api-key", "me=my secret,other"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "secret" not in capsys.readouterr().err
+    assert "secret" not in repr(load(api_key="me=mysecret", admin_key="myothersecret"))
+
+
+def test_keys_may_be_given_one_flag_each(parse):
+    settings = parse("--api-key", "a=1", "--api-key", "b=2,c=3")
+    assert [key.get_secret_value() for key in settings.api_key] == ["a=1", "b=2", "c=3"]
+
+
+@pytest.mark.parametrize("key", [("--api-key", "a-key"), ("--api-key-file", "keys")])
+def test_a_key_allows_any_address_and_an_admin_key_does_not(parse, key):
+    assert parse("--host", "0.0.0.0", *key).host == "0.0.0.0"
+    with pytest.raises(SettingsError, match="--insecure"):
+        load(host="0.0.0.0", admin_key="an-admin-key")
 
 
 def test_insecure_allows_any_address(parse):
