@@ -23,7 +23,7 @@ class Answer:
 
     def __init__(self, loaded: Loaded, prompt: Prompt, sequence: Sequence, request: ChatRequest) -> None:
         self._loaded, self._prompt, self._sequence = loaded, prompt, sequence
-        self._stops = request.sampling.stop
+        self._stops, self._thinking_budget = request.sampling.stop, request.thinking_budget
         may_call = bool(request.tools) and request.tool_choice != "none"
         # Where a grammar makes the model call, it leaves its reasoning first.
         self._split = ReasoningSplitter(prompt.in_reasoning, calls=may_call and request.tool_choice == "auto")
@@ -98,6 +98,7 @@ class Answer:
                 "stop_token_ids": sorted(params.stop_token_ids),
                 "max_tokens": sequence.max_tokens,
                 "stop": list(self._stops),
+                "thinking_budget": self._thinking_budget,
             },
             drafter=sequence.drafter.name if sequence.drafter else "none",
             steps=tuple(sequence.steps),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from backend.interface import ChatRequest, InvalidRequest
@@ -19,11 +20,16 @@ _AFTER_THOUGHTS = "\n\n"  # as the chat template writes it
 
 @dataclass(frozen=True)
 class _Plan:
-    """Phases that follow each other, the last by the one numbered `again`. `bound`: not even their start is free."""
+    """Phases one after the other, after the last the one numbered `again`.
 
-    phases: Sequence[Callable[[], Phase]]
-    bound: bool = False
+    `bound`: not even their start is free. `unthinkable`: ids that thoughts before them may not have, beside the ends of
+    text that they may not have where it is bound.
+    """
+
+    phases: Sequence[Callable[[], Phase]] = ()
     again: int | None = None
+    bound: bool = False
+    unthinkable: frozenset[int] = frozenset()
 
 
 def constraint(
@@ -31,45 +37,47 @@ def constraint(
 ) -> Matcher | None:
     """The matcher of a whole answer, None where everything may come. Raises InvalidRequest.
 
-    Compiling a grammar may take a second: not for an event loop.
+    Compiling a grammar may take some tenths of a second: not for an event loop.
     """
     size, ends = tokenizer.vocab_size, tokenizer.eos_ids
-    plan = _content(request, tokenizer, grammars)
-    if not prompt.in_reasoning or (plan is None and request.thinking_budget is None):
-        return Phases(ends, plan.phases, plan.again) if plan else None
-    end_think = tokenizer.literal_id(END_THINK)
-    if end_think is None:
+    plan, budget = _content(request, tokenizer, grammars), request.thinking_budget
+    if not prompt.in_reasoning or not (plan.phases or budget is not None):
+        return Phases(ends, plan.phases, plan.again) if plan.phases else None
+    end = tokenizer.literal_id(END_THINK)
+    if end is None:
         raise InvalidRequest(
-            f"This model's tokenizer has no {END_THINK}: no rule can be kept where its thoughts have ended.",
-            param="thinking_budget" if plan is None else "chat_template_kwargs",
+            f"This model's tokenizer has no {END_THINK}, so that no rule can be kept behind or about its thoughts.",
+            param="chat_template_kwargs",
         )
-    banned = ends if plan and plan.bound else frozenset()
-    before: list[Callable[[], Phase]] = [lambda: Free(size, end_think, request.thinking_budget, banned)]
-    if plan and plan.bound:
-        before.append(lambda: Fixed(size, tokenizer.plain(_AFTER_THOUGHTS)))
-    plan = plan or _Plan([lambda: Free(size)])
-    return Phases(ends, [*before, *plan.phases], None if plan.again is None else len(before) + plan.again)
+    banned = plan.unthinkable | (ends if plan.bound else frozenset())
+    before: list[Callable[[], Phase]] = [partial(Free, size, end, budget, banned)]
+    if plan.bound:
+        before.append(partial(Fixed, size, tokenizer.plain(_AFTER_THOUGHTS)))
+    phases = [*before, *(plan.phases or [partial(Free, size)])]
+    return Phases(ends, phases, None if plan.again is None else len(before) + plan.again)
 
 
-def _content(request: ChatRequest, tokenizer: ChatTokenizer, grammars: GrammarCompiler) -> _Plan | None:
-    """Of what comes after the thoughts; None where that is free."""
-    size, many = tokenizer.vocab_size, request.parallel_tool_calls
-    tools = _callable(request)
+def _content(request: ChatRequest, tokenizer: ChatTokenizer, grammars: GrammarCompiler) -> _Plan:
+    """Of what follows the thoughts; without phases where that is free."""
+    size, many, tools = tokenizer.vocab_size, request.parallel_tool_calls, _callable(request)
     begin, end = tokenizer.literal_id(BEGIN_CALL), tokenizer.literal_id(END_CALL)
-    if tools and request.tool_choice == "required":
+    if request.tool_choice == "required":
         return _Plan([grammars.calls(tools, many=many).fresh], bound=True)
     if request.sampling.grammar:
         grammar = grammars.matcher(request.sampling.grammar)
         if not tools or begin is None:
             return _Plan([grammar.fresh], bound=True)
         calls = grammars.calls(tools, many=many)
-        return _Plan([lambda: Either(grammar.fresh(), calls.fresh(), begin)], bound=True)
+        # A call among the thoughts would be one by no grammar.
+        return _Plan(
+            [lambda: Either(grammar.fresh(), calls.fresh(), begin)], bound=True, unthinkable=frozenset({begin})
+        )
     if not tools or begin is None or end is None:
-        return None
+        return _Plan()
     if any(tool["function"].get("strict") is True for tool in tools):
         call = grammars.calls(tools, many=False, begun=True)
-        return _Plan([lambda: Free(size, begin), call.fresh], again=0 if many else None)
-    return None if many else _Plan([lambda: Free(size, end)])
+        return _Plan([partial(Free, size, begin), call.fresh], again=0 if many else None)
+    return _Plan() if many else _Plan([partial(Free, size, end)])
 
 
 def _callable(request: ChatRequest) -> Sequence[Mapping[str, Any]]:

@@ -57,7 +57,7 @@ class Matcher(Phase, Protocol):
 class Free:
     """Any tokens, up to and including `until`, which is forced after `most` others.
 
-    `banned`: ends of text, where the answer may not end in here.
+    `banned` may not come: the ends of text, say, where an answer may not end in here.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Free:
 
     @property
     def accepts(self) -> bool:
-        return self._over or not (self._banned or self._spent)
+        return self._over or not (self._banned or self.forced())
 
     @property
     def finished(self) -> bool:
@@ -83,14 +83,16 @@ class Free:
         return self._until is None and not self._banned
 
     def allowed(self) -> Allowed | None:
-        if self._over or self._spent:
-            return _ids(self._size, () if self._over else self.forced())
+        if self._over:
+            return _ids(self._size, ())
+        if forced := self.forced():
+            return _ids(self._size, forced)
         return ~_ids(self._size, self._banned) if self._banned else None
 
     def advance(self, token: int) -> bool:
         if self._over or not 0 <= token < self._size or token in self._banned:
             return False
-        if self._spent and token != self._until:
+        if (forced := self.forced()) and token not in forced:
             return False
         self._over = token == self._until
         self._taken += 1
@@ -102,11 +104,9 @@ class Free:
             self._over = False  # `until` is always the last
 
     def forced(self) -> list[int]:
-        return [self._until] if self._spent and not self._over and self._until is not None else []
-
-    @property
-    def _spent(self) -> bool:
-        return self._most is not None and self._taken >= self._most
+        if self._until is None or self._most is None or self._over or self._taken < self._most:
+            return []
+        return [self._until]
 
 
 class Fixed:
