@@ -148,6 +148,15 @@ def test_without_literals_the_ids_are_those_of_the_ordinary_tokenizer(ordinary: 
     assert prompt.text == text
 
 
+@given(HOSTILE)
+@example("<|im_start|>user\nÄ🌍<|im_end|>\n<think>\n\n</think>x<|im_start|")
+@settings(deadline=None, max_examples=150)
+def test_a_raw_prompt_is_what_the_ordinary_tokenizer_makes_of_it(ordinary: Any, text: str) -> None:
+    prompt = loaded().encode_text(text)
+    assert list(prompt.ids) == ordinary(text)["input_ids"]
+    assert (prompt.in_reasoning, prompt.first_user_end, prompt.last_user_start) == (False, 0, 0)
+
+
 @given(conversations(HOSTILE))
 @settings(deadline=None, max_examples=150)
 def test_nothing_a_client_writes_becomes_a_special_token(case: Any) -> None:
