@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
-from serve import errors
+from serve import errors, openapi
 from serve.api import admin, chat, completions, health, models, proxy, responses, tokenize
 from serve.auth import Authentication, Keyring
 from serve.middleware import REQUEST_ID, BodyLimits, RequestLog
@@ -35,8 +35,8 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
         title="draftloop",
         lifespan=lifespan,
         redirect_slashes=False,
-        # The API is OpenAI's; these would only describe it again, and less well.
-        openapi_url=None,
+        openapi_url=None,  # FastAPI's own document knows no body that an endpoint reads by itself
+        generate_unique_id_function=lambda route: route.name,
     )
     app.state.service = service
     errors.install(app)
@@ -54,6 +54,6 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
         )
     app.add_middleware(RequestLog)
     generating = (chat, responses, completions, tokenize, models) if settings.upstream is None else (proxy,)
-    for family in (*generating, admin, health):
+    for family in (*generating, admin, health, openapi):
         app.include_router(family.router)
     return app

@@ -72,7 +72,9 @@ class ResponseFormat(RequestModel):
 class StructuredOutputs(RequestModel):
     """vLLM's: exactly one constraint."""
 
-    json_: Annotated[dict[str, Any], BeforeValidator(_json_schema)] | None = Field(None, alias="json")
+    json_: (
+        Annotated[dict[str, Any], BeforeValidator(_json_schema, json_schema_input_type=str | dict[str, Any])] | None
+    ) = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (

@@ -76,4 +76,4 @@ def _text(content: Any) -> Any:
     return "".join(part.text for part in _PARTS.validate_python(content))
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart] | None)]

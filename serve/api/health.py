@@ -57,7 +57,7 @@ async def tell_version(request: Request) -> dict[str, Any]:
     service.require_model()
     info = service.backend.info()
     return {
-        "version": _version(),
+        "version": version_of_package(),
         "model": service.model_name,
         "max_model_len": info.max_model_len,
         "drafter": info.drafter,
@@ -118,7 +118,7 @@ def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
-def _version() -> str:
+def version_of_package() -> str:
     try:
         return version("draftloop")
     except PackageNotFoundError:

@@ -124,8 +124,15 @@ def _tool_choice(data: Any) -> str | NamedTool | AllowedTools:
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(_tool_choice)]
 
 
+def _without_others_names(schema: dict[str, Any]) -> None:
+    for name in ELSEWHERE:
+        schema["properties"].pop(name, None)
+
+
 class ResponsesRequest(Generating):
     """The body of POST /v1/responses."""
+
+    model_config = ConfigDict(json_schema_extra=_without_others_names)
 
     input: Given
     instructions: str | None = None

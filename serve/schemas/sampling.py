@@ -64,7 +64,11 @@ class Generating(RequestModel):
     # Any 64 bits, signed as clients send them or unsigned as rows keep them: modulo 2**64 they are the same seed.
     seed: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
     stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(_stops)]
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(_stops, json_schema_input_type=str | list[str]),
+        ]
         | None
     ) = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None

@@ -87,7 +87,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 Choice = Literal["none", "auto", "required"] | ChosenTool
-Tools = Annotated[list[dict[str, Any]], BeforeValidator(_tools)]
+Tools = Annotated[list[dict[str, Any]], BeforeValidator(_tools, json_schema_input_type=list[FunctionTool])]
 ToolChoice = Annotated[Choice, BeforeValidator(_tool_choice)]
 
 
@@ -134,7 +134,7 @@ def _arguments(arguments: Any) -> Any:
 
 class MadeFunction(RequestModel):
     name: str
-    arguments: Annotated[Any, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[Any, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])] = "{}"
 
 
 class MadeCall(RequestModel):
