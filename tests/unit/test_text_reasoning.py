@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -35,6 +37,24 @@ def test_any_split_of_an_answer_gives_the_same_two_sides(pieces: list[str]) -> N
 @given(PIECES)
 def test_without_open_reasoning_everything_is_content_unchanged(pieces: list[str]) -> None:
     assert streamed(pieces, in_reasoning=False) == Split("", "".join(pieces))
+
+
+CALLING = st.lists(st.sampled_from(["<tool_call>", "\n", " ", "<function=", "</think>", "<tool_", "x"]), max_size=10)
+
+
+@given(CALLING.map("".join))
+@example("\n\na <tool_call> b\n<tool_call>\n <function=x</think>y")
+@example("a\n<tool_call>\n")
+def test_a_function_called_ends_it_too_where_calls_are_looked_for(text: str) -> None:
+    found = re.search(r"</think>|<tool_call>\s*<function=", text)
+    end = None if found is None else found.start()
+    content = "" if found is None else text[end:].removeprefix("</think>").lstrip("\n")
+    for pieces in ([text], list(text), [text[:3], text[3:]]):
+        splitter = ReasoningSplitter(True, calls=True)
+        splits = [*map(splitter.push, pieces), splitter.finish()]
+        assert "".join(split.reasoning for split in splits) == text[:end].strip("\n")
+        assert "".join(split.content for split in splits) == content
+        assert splitter.end == end
 
 
 def test_reasoning_is_shown_while_it_arrives() -> None:
