@@ -36,7 +36,7 @@ ERRORS = {
     400: "The request cannot be served as asked; param names what is wrong.",
     401: "A correct API key is needed.",
     403: "Not for this client, or not allowed by the server's settings.",
-    404: "There is no such model.",
+    404: "There is no such model, or nothing of this kind.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not sent as application/json.",
@@ -86,6 +86,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "tokenize": Operation(TAKES, TokenizeRequest, Tokenized),
     "detokenize": Operation(TAKES, DetokenizeRequest, Detokenized),
     "apply_template": Operation(TAKES, ApplyTemplateRequest, AppliedTemplate),
+    "tokenizer_info": Operation((404, 503)),
     "pass_on_chat": Operation((*GENERATES, 502, UPSTREAMS), ProxiedChat, None, BOTH),
     "pass_on_text": Operation((*GENERATES, 502, UPSTREAMS), ProxiedText, None, BOTH),
     "list_models": Operation((502, 503)),
@@ -106,7 +107,7 @@ async def tell_openapi(request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
     document = get_openapi(title="draftloop", version=version_of_package(), routes=request.app.routes)
     told = [(path, one) for path, methods in document["paths"].items() for one in methods.values()]
-    known = [OPERATIONS[one["operationId"]] for _, one in told]
+    known = [OPERATIONS.get(one["operationId"], Operation()) for _, one in told]
     schemas, refs = _schemas(known, strict=service.unknown_fields == "refuse")
     document["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     for (path, one), operation in zip(told, known, strict=True):

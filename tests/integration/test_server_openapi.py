@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serve.openapi import OPERATIONS
 from tests.servers import CHAT, AppServer, running_app
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -53,8 +54,12 @@ def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
 def test_it_tells_of_every_endpoint_and_of_no_other(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     found = {(path, *methods) for path, methods in document["paths"].items()}
-    looked_at = ["/", "/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/{name}", "/v1/engine"]
-    assert found == {(path, "post") for path in BODIES} | {(path, "get") for path in looked_at}
+    models = ["/tokenizer_info", "/v1/models", "/v1/models/{name}"]
+    operators = ["/", "/health", "/ready", "/version", "/metrics", "/v1/engine"]
+    assert found == {(path, "post") for path in BODIES} | {(path, "get") for path in [*models, *operators]}
+    assert {
+        one["operationId"] for methods in document["paths"].values() for one in methods.values()
+    } <= OPERATIONS.keys()
 
 
 def test_every_schema_it_refers_to_is_there(document: dict[str, Any]) -> None:
