@@ -46,6 +46,7 @@ from backend.upstream_request import Extras, Manners, compose, hide
 from backend.upstream_watch import Watch
 
 CONNECT_SECONDS = 10.0
+LETTING_GO_SECONDS = 1.0  # for what follows [DONE]: nothing, in all that is known
 LAST_WORDS_SECONDS = 5.0  # after the last choice has ended, for its usage and [DONE]
 # Servers close a connection after 5 idle seconds (uvicorn, llama.cpp); a request sent at that moment would be lost.
 KEEP_ALIVE_SECONDS = 4.0
@@ -107,6 +108,7 @@ class UpstreamBackend:
         self.watch = Watch(self._base, options.look_every)
         self._manners: defaultdict[str, Manners] = defaultdict(Manners)
         self._calls: dict[str, _Call] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._client: httpx.AsyncClient | None = None
 
     async def start(self) -> None:
@@ -129,6 +131,8 @@ class UpstreamBackend:
         await self.watch.close()
         for call in self._calls.values():
             call.cancel()
+        if self._ending:
+            await asyncio.wait(self._ending)
         if self._client is not None:
             await self._client.aclose()
 
@@ -229,10 +233,10 @@ class UpstreamBackend:
         """The chunks as they arrive; those that must wait for the row are left in `end`."""
         response, extras = await self._send(request, call)
         reader, passage = EventReader(MOST_EVENT_BYTES), Passage(books, _answer_id(request), extras)
+        pieces = response.aiter_bytes()
         try:
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 raise UpstreamFault(await call.wait(not_streamed(response)))
-            pieces = response.aiter_bytes()
             while not passage.done:
                 piece = await call.wait(anext(pieces, None), LAST_WORDS_SECONDS if books.whole else None)
                 event = passage.take(reader.finish() if piece is None else reader.feed(piece))
@@ -250,7 +254,10 @@ class UpstreamBackend:
             raise UpstreamFault(Failure("The upstream sent an event that is too long.")) from None
         finally:
             end += passage.held
-            await response.aclose()
+            if passage.done:
+                self._let_go(response, pieces)
+            else:
+                await response.aclose()
         if not (books.ended if passage.done else books.whole):
             raise UpstreamFault(Failure("The upstream ended its answer without a finish_reason."))
 
@@ -284,6 +291,23 @@ class UpstreamBackend:
             if fewer is None:
                 raise UpstreamFault(refusal(response, said))
             extras = fewer
+
+    def _let_go(self, response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
+        """Close an answer that has ended. Its connection can be used again only if its body is read to the end."""
+
+        async def let_go() -> None:
+            try:
+                async with asyncio.timeout(LETTING_GO_SECONDS):
+                    async for _ in pieces:
+                        pass
+            except (TimeoutError, httpx.HTTPError):
+                log.debug("a connection to the upstream is not used again")
+            finally:
+                await response.aclose()
+
+        task = asyncio.create_task(let_go(), name="letting go of an answer")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     @property
     def _http(self) -> httpx.AsyncClient:
