@@ -15,6 +15,7 @@ from backend.text.grammar import BEGIN_CALL, END_CALL, GrammarCompiler
 from backend.text.phases import Either, Fixed, Free, Matcher, Phase, Phases
 from backend.text.tokenizer import END_THINK, ChatTokenizer, Prompt
 
+_SHAPES = ("json_object", "json_schema")  # of an answer that is no call; other grammars are of the whole text
 _AFTER_THOUGHTS = "\n\n"  # as the chat template writes it
 
 
@@ -65,7 +66,7 @@ def _content(request: ChatRequest, tokenizer: ChatTokenizer, grammars: GrammarCo
         return _Plan([grammars.calls(tools, many=many).fresh], bound=True)
     if request.sampling.grammar:
         grammar = grammars.matcher(request.sampling.grammar)
-        if not tools or begin is None:
+        if not tools or begin is None or request.sampling.grammar.kind not in _SHAPES:
             return _Plan([grammar.fresh], bound=True)
         calls = grammars.calls(tools, many=many)
         # A call among the thoughts would be one by no grammar.
