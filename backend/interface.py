@@ -260,9 +260,10 @@ class ChatEvent:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What /v1/models and /version say. `build`, `probe` and `sampling` are JSON-ready.
+    """What /v1/models, /version and /tokenizer_info say; all mappings are JSON-ready.
 
-    `sampling`: by thinking mode (thinking, non_thinking), the parameters of a request that gives none.
+    `sampling`: by thinking mode (thinking, non_thinking), the parameters of a request that gives none. `tokenizer`:
+    its special tokens by their roles (eos_token, ...) and its chat_template; empty where it is not known.
     """
 
     name: str
@@ -273,6 +274,7 @@ class ModelInfo:
     build: Mapping[str, Any]
     probe: Mapping[str, Any]
     sampling: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

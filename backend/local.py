@@ -99,6 +99,7 @@ class LocalBackend:
             fingerprints=loaded.fingerprints,
             build=loaded.build,
             probe=loaded.probe.as_json(),
+            tokenizer=loaded.tokenizer.described(),
             sampling={mode: asdict(getattr(loaded.defaults, mode)) for mode in ("thinking", "non_thinking")},
         )
 

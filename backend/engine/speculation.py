@@ -285,14 +285,25 @@ def _read(
 
 def _scored(logits: Tensor, tokens: Tensor, alternatives: int) -> list[EmittedToken]:
     """The given tokens int64 [r] by raw logits float32 [r, V]; of equal logits the lower id ranks first."""
+    logprobs, ids = torch.log_softmax(logits, dim=-1), torch.arange(logits.shape[-1], device=logits.device)
     mine = logits.gather(-1, tokens[:, None])  # [r, 1]
-    ids = torch.arange(logits.shape[-1], device=logits.device)
     ahead = (logits > mine) | ((logits == mine) & (ids < tokens[:, None]))
-    (given,), (ranks,), (logprobs,) = _read(tokens[None], ahead.sum(-1)[None] + 1, _logprobs(logits, tokens)[None])
-    if not all(map(math.isfinite, logprobs)):
-        raise GenerationFailed("the model produced logits that are not finite")
-    best = [_alternatives(row, alternatives) for row in logits]
-    return [EmittedToken(*one) for one in zip(given, logprobs, best, ranks, strict=True)]
+    told = tokens[:, None]  # [r, 1 + alternatives]
+    if alternatives:
+        best = [leading(row, min(alternatives, len(row))) for row in logits]
+        told = torch.cat((told, torch.stack(best)), dim=-1)
+    ranks = 1 + ahead.sum(-1, keepdim=True)
+    # One host read, in which ids are exact.
+    read = torch.cat((ranks.double(), told.double(), logprobs.gather(-1, told).double()), dim=-1).tolist()
+    found = []
+    for rank, *row in read:
+        pairs = [
+            (int(token), logprob) for token, logprob in zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
+        ]
+        if not math.isfinite(pairs[0][1]):
+            raise GenerationFailed("the model produced logits that are not finite")
+        found.append(EmittedToken(*pairs[0], tuple(pairs[1:]), int(rank)))
+    return found
 
 
 def _alternatives(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:

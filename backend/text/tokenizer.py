@@ -153,6 +153,11 @@ class ChatTokenizer:
                 ids.append(self._literal_ids[literal])
         return Prompt(tuple(ids), text, first_user_end=0, in_reasoning=False)
 
+    def described(self) -> dict[str, Any]:
+        """Its special tokens by their roles, null where it has none of one, and the chat template."""
+        roles = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None}
+        return {**roles, **self._template_constants, "chat_template": self.template}
+
     def plain(self, text: str) -> list[int]:
         """Token ids of `text`, in which no literal is special."""
         require_text(text, "text")

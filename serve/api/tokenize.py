@@ -1,17 +1,18 @@
-"""POST /tokenize, /detokenize and /apply-template: prompts without an answer, for who counts, cuts and looks closely.
+"""/tokenize, /detokenize, /apply-template, /tokenizer_info: prompts without an answer, for who counts and looks close.
 
 Knows no tokenizer; both vLLM's and llama.cpp's clients are answered.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
 from backend.interface import ChatRequest, InvalidRequest
 from capture.records import new_id
 from serve import body
+from serve.errors import ApiError
 from serve.schemas.tokenize import (
     AppliedTemplate,
     ApplyTemplateRequest,
@@ -63,6 +64,16 @@ async def apply_template(request: Request) -> AppliedTemplate:
     service, call = await _receive(request, ApplyTemplateRequest)
     _, text = await service.backend.tokenize(_prompt(call))
     return AppliedTemplate(prompt=text)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    service.require_model()
+    known = service.backend.info().tokenizer
+    if not known:
+        raise ApiError(404, "Nothing is known of the model's tokenizer here.", code="unknown_url")
+    return dict(known)
 
 
 async def _receive(request: Request, schema: type[Call]) -> tuple[Service, Call]:
