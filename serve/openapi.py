@@ -139,7 +139,9 @@ def _told(operation: Operation, refs: Refs, *, guarded: bool) -> dict[str, Any]:
     """An operation as the document has it; `guarded`: it may need a key, which is for the server's settings to say."""
     error = {"application/json": {"schema": refs[ErrorBody, "serialization"]}}
     answer = {"type": "object"} if operation.answer is None else refs[operation.answer, "serialization"]
-    answers = {kind: {"schema": answer if kind == BOTH[0] else {"type": "string"}} for kind in operation.media_types}
+    # OpenAPI 3.1 has no words for what stands in a stream's events.
+    shapes = {BOTH[0]: {"schema": answer}, BOTH[1]: {}}
+    answers = {kind: shapes.get(kind, {"schema": {"type": "string"}}) for kind in operation.media_types}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": answers}}
     for status in (*operation.errors, *((401,) if guarded else ())):
         responses[str(status)] = {"description": ERRORS.get(status, "The upstream's own error."), "content": error}

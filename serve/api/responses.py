@@ -22,7 +22,6 @@ from serve.generation import Generation
 from serve.intake import receive
 from serve.record import timings
 from serve.response_items import Output, Told
-from serve.schemas.response_input import messages
 from serve.schemas.response_output import (
     IncompleteDetails,
     InputTokensDetails,
@@ -65,7 +64,7 @@ async def create_response(request: Request) -> HttpResponse:
 def _chat_request(call: ResponsesRequest, request_id: str) -> ChatRequest:
     return ChatRequest(
         id=request_id,
-        messages=messages(call.instructions, call.input),
+        messages=call.messages,
         sampling=call.sampling(),
         template_kwargs=call.template_kwargs,
         parallel_tool_calls=call.parallel_tool_calls is not False,

@@ -6,6 +6,7 @@ Knows the wire alone: no sampling defaults, no templates, no limits of a model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -13,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from backend.interface import Grammar
 from serve.constraints import JsonSchema, ResponseFormat
-from serve.schemas.response_input import Given
+from serve.schemas.response_input import Given, messages
 from serve.schemas.sampling import INT64_MAX, MAX_TOP_LOGPROBS, Generating
 from serve.schemas.tools import MAX_TOOLS, Function
 from serve.strict import RequestModel, without
@@ -179,6 +180,12 @@ class ResponsesRequest(Generating):
         return data
 
     @model_validator(mode="after")
+    def _something_is_said(self) -> Self:
+        if not self.messages:
+            raise PydanticCustomError("input", "nothing in it is for the model to read", {"at": ("input",)})
+        return self
+
+    @model_validator(mode="after")
     def _agree_on_tools(self) -> Self:
         names = [tool.name for tool in self.tools or ()]
         for i, name in enumerate(names):
@@ -197,6 +204,11 @@ class ResponsesRequest(Generating):
         if self.structured_outputs is not None and self.text is not None and self.text.grammar:
             raise PydanticCustomError("conflict", "cannot be joined with text.format", {"at": ("structured_outputs",)})
         return self
+
+    @cached_property
+    def messages(self) -> list[dict[str, Any]]:
+        """What the model reads, as chat completions have it."""
+        return messages(self.instructions, self.input)
 
     @property
     def limit(self) -> int | None:

@@ -433,6 +433,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: AppServer, more: dict[st
         ([{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}], "input[0].arguments"),
         ([{"type": "function_call", "call_id": "a", "arguments": "{}"}], "input[0].name"),
         ([{"type": "function_call_output", "call_id": "a", "output": "x"}], "input[0].call_id"),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "input"),
     ],
 )
 def test_input_that_cannot_be_read_is_refused_naming_its_item(server: AppServer, given: Any, param: str) -> None:
