@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-NAME = r"[^<>\s][^<>\n]*"
+LONGEST_NAME = 1024
+NAME = rf"[^<>\s][^<>\n]{{0,{LONGEST_NAME - 1}}}"
 SPACE = r"\s*"
 
 

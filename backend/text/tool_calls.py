@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backend.interface import ToolCall, ToolCallDelta
-from backend.text.markup import NAME, SPACE, tags
+from backend.text.markup import LONGEST_NAME, NAME, SPACE, tags
 from backend.text.tool_schemas import TEXT, Types, as_json, parameter_types, strict_json
 
 _CALL, _CALL_END, _END_THINK = "<tool_call>", "</tool_call>", "</think>"
@@ -36,6 +36,7 @@ _IN_VALUE = tags(
     call_end=(r"\n?", _CALL_END, SPACE, _CALL),
     parameter=("\n", _PARAMETER, NAME, ">"),
 )
+_NO_NAME = re.compile(r"[<>\n]")
 _IN_JSON = tags(call_end=(_CALL_END,), call=(_CALL,))
 
 
@@ -159,10 +160,11 @@ class ToolCallParser:
         return True
 
     def _function_name(self) -> bool:
-        end = next((at for at, char in enumerate(self._held) if char in "<>\n"), None)
-        if end is None:
+        end = _NO_NAME.search(self._held)
+        if end is None and len(self._held) <= LONGEST_NAME:
             return False
-        name, self._held = self._held[:end], self._held[end:]
+        at = LONGEST_NAME if end is None else min(end.start(), LONGEST_NAME)
+        name, self._held = self._held[:at], self._held[at:]
         if self._held.startswith(">") and name.strip():
             self._held = self._held[1:]
             self._begin_call(name.strip())

@@ -22,7 +22,7 @@ _TYPE_BY_KEYWORD = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|\b(?:True|False|None)\b', re.DOTALL)
+_WORDS = re.compile(r'"(?:\\.|[^"\\])*"?|\b(?:True|False|None)\b', re.DOTALL)
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Types]]:

@@ -160,6 +160,8 @@ TEXTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"<tool_call><tool_call>{ROME}</tool_call>", "", [ROME_CALL]),
     ("<tool_call><function=we<b>", "<function=we<b>", []),
     ("<tool_call><function=>x", "<function=>x", []),
+    (f"<tool_call><function={'a' * 1024}>", "", [("a" * 1024, "{}")]),
+    (f"<tool_call><function={'a' * 1025}>", f"<function={'a' * 1025}>", []),
     ("<tool_call>\n<function=weat", "", []),
     ("<tool_call>\n<func", "", []),
     ("see <tool_ca", "see <tool_ca", []),
