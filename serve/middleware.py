@@ -41,11 +41,12 @@ class RequestLog:
                 line.status, line.first_byte = message["status"], time.perf_counter()
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
+            line.answered = time.perf_counter()
 
         try:
             await self._app(scope, receive, stamped)
         finally:
-            line.answered = time.perf_counter()
+            line.answered = line.answered or time.perf_counter()
             line.client = scope["state"].get("client")
             await line.settled()
             logs.finish(line)

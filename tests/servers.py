@@ -153,7 +153,7 @@ def running_process(command: Sequence[str], capture: Path, seconds: float = 60.0
 
     def address() -> str | None:
         assert process.poll() is None, f"the server ended: {''.join(output)}"
-        found = re.search(r"at (http://\S+?),", "".join(output))
+        found = re.search(r"at (https?://\S+?),", "".join(output))
         return found and found[1]
 
     try:

@@ -6,13 +6,17 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 import openai
 import pytest
 
 from tests.fake_backend import Script
-from tests.servers import CHAT, eventually
+from tests.servers import CHAT
+from tests.servers import eventually as _eventually
+
+eventually = partial(_eventually, seconds=30)
 
 USER = {"role": "user", "content": "Hi"}
 LONG = '{"repeat": 3000, "pause": 0.02}'  # a minute, which it is not given
