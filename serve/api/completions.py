@@ -32,8 +32,7 @@ async def create_completion(request: Request) -> Response:
         prompts = await _read(service, call, [one for one, _ in asked])
         choices = Choices(service.generate_all(asked))
         # Nothing is sent before the first event of each prompt: until then a refusal can still have its own status.
-        leaders = range(0, len(asked), call.choices)
-        await while_connected(request, choices.cancel, choices.begin(leaders))
+        await while_connected(request, choices.cancel, _begin(call, choices))
     except InvalidRequest as error:
         error.param = call.spelled(error.param)
         raise
@@ -72,6 +71,17 @@ def _requests(call: CompletionRequest, origin: Origin) -> list[tuple[ChatRequest
             )
             asked.append((request, at))
     return asked
+
+
+async def _begin(call: CompletionRequest, choices: Choices) -> None:
+    """Wait for the first choice of each prompt. Raises as that does, naming the prompt where there are several."""
+    for index in range(len(call.prompt)):
+        try:
+            await choices.begin([index * call.choices])
+        except InvalidRequest as error:
+            if error.param == "prompt" and len(call.prompt) > 1:
+                error.param = f"prompt[{index}]"
+            raise
 
 
 async def _read(service: Service, call: CompletionRequest, asked: Sequence[ChatRequest]) -> list[ReadPrompt]:

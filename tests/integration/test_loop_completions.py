@@ -168,12 +168,13 @@ def test_a_chats_rendered_prompt_completed_is_the_chats_answer(model_server: Pro
     ("asked", "param"),
     [
         ({"prompt": "x " * 600}, "prompt"),
-        ({"prompt": ["x", "x " * 600]}, "prompt"),
+        ({"prompt": ["x", "x " * 600], "n": 2}, "prompt[1]"),
+        ({"prompt": [[1], [2], [10**6]]}, "prompt[2]"),
         ({"prompt": "x " * 100, "max_tokens": 390}, "max_tokens"),
         ({"prompt": [1, 2, 10**6]}, "prompt"),
         ({"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias"),
     ],
-    ids=["too-long", "one-too-long", "no-room", "no-such-token", "no-such-bias"],
+    ids=["too-long", "one-too-long", "one-unknown", "no-room", "no-such-token", "no-such-bias"],
 )
 def test_what_the_model_cannot_take_is_refused(server: ProcessServer, asked: dict[str, Any], param: str) -> None:
     response = server.http.post(PATH, json=asked)
