@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -58,7 +59,13 @@ def logits_of(tokens: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return drawn.astype(np.float32)
 
 
-def decode(sampler: Sampler, batch_type: type[SamplerBatch], seed: int, most: int = 80) -> list[int]:
+def decode(
+    sampler: Sampler,
+    batch_type: type[SamplerBatch],
+    seed: int,
+    most: int = 80,
+    logits: Callable[[tuple[int, ...], int], np.ndarray] = logits_of,
+) -> list[int]:
     """The answer, in blocks with drafts of every kind: forced, drafted, of a wrong model, of no grammar."""
     chance, output = random.Random(seed), []
     while len(output) < most and not (output and output[-1] in tokenizer().eos_ids):
@@ -70,10 +77,10 @@ def decode(sampler: Sampler, batch_type: type[SamplerBatch], seed: int, most: in
         else:
             for _ in range(chance.randint(0, 4)):
                 wrong = chance.random() < 0.3
-                row = torch.from_numpy(logits_of((*output, *drafts), seed + wrong))[None]
+                row = torch.from_numpy(logits((*output, *drafts), seed + wrong))[None]
                 token = int(batch.draft(row)[0])
                 drafts.append(token if kind == "drafted" else chance.randrange(tokenizer().vocab_size))
-        rows = np.stack([logits_of((*output, *drafts[:row]), seed) for row in range(len(drafts) + 1)])
+        rows = np.stack([logits((*output, *drafts[:row]), seed) for row in range(len(drafts) + 1)])
         given_drafts = torch.tensor([drafts], dtype=torch.int64)
         chosen = batch.verify(torch.from_numpy(rows)[None], given_drafts)[0].tolist()
         for row, token in enumerate(chosen):
