@@ -122,9 +122,10 @@ class Books:
             completion_tokens=sum(len(choice.ids) for _, choice in found) if completion is None else completion,
             siblings=tuple(results[1:]),
         )
-        if failure is not None:
-            away = replace(away, status=failure.status, error_body=failure.body, headers=failure.headers)
-        return replace(first, upstream=away)
+        if failure is None:
+            return replace(first, upstream=away)
+        away = replace(away, status=failure.status, error_body=failure.body, headers=failure.headers)
+        return replace(first, upstream=away, error=failure.message)
 
     def _take_choice(self, choice: Mapping[str, Any], chunk: Mapping[str, Any]) -> ChatEvent:
         """What it says, where it is the first choice: of the others, the tokens alone."""
@@ -197,7 +198,7 @@ class Books:
             ),
             content="".join(choice.content),
             reasoning="".join(choice.reasoning),
-            error=failure.message if failure is not None and finish == "error" else None,
+            error=failure.message if failure is not None and choice.finish is None else None,
             cached_tokens=cached or 0,
             tool_calls=tuple(call for _, call in sorted(choice.calls.items())),
             upstream=Upstream(prompt_told=bool(prompt_ids), completion_told=told),

@@ -50,6 +50,10 @@ class Upstream:
 
     def __init__(self) -> None:
         self.url = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was, and do nothing wrong."""
         self.answer: Callable[[Seen], Script] = lambda seen: whole(seen, "Hello")
         self.gets: dict[str, Any] = {"/v1/models": MODELS}
         self.posts: list[Seen] = []

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backend.upstream import UpstreamBackend, UpstreamOptions
 from tests.misbehaving_upstream import (
     MODELS,
     Script,
@@ -20,36 +17,33 @@ from tests.misbehaving_upstream import (
     completion,
     events,
     last_usage,
-    misbehaving,
     plain,
     stream,
     usage,
     whole,
 )
-from tests.servers import CHAT, AppServer, eventually, running_app
+from tests.proxied import Proxies, proxies
+from tests.servers import CHAT, AppServer, eventually
 
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def upstream() -> Iterator[Upstream]:
-    with misbehaving() as running:
-        yield running
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxies]:
+    with proxies(tmp_path_factory.mktemp("proxies")) as started:
+        yield started
 
 
 @pytest.fixture
-def proxy(upstream: Upstream, tmp_path: Path) -> Iterator[Callable[..., AppServer]]:
-    """Start the app over the upstream; `given` are options of the upstream, or settings."""
-    with ExitStack() as stack:
+def upstream(running: Proxies) -> Upstream:
+    running.upstream.reset()
+    return running.upstream
 
-        def start(model: str | None = None, key: str | None = None, **given: Any) -> AppServer:
-            aliases = tuple(given.get("served_model_name", "").split(",")) if "served_model_name" in given else ()
-            backend = UpstreamBackend(UpstreamOptions(upstream.url, model, aliases, key, look_every=0.1))
-            settings = {"capture": tmp_path / "capture.db", "upstream": upstream.url, **given}
-            return stack.enter_context(running_app(backend=backend, **settings))  # type: ignore[arg-type]
 
-        yield start
+@pytest.fixture
+def proxy(running: Proxies, upstream: Upstream) -> Proxies:
+    return running
 
 
 def streamed(server: AppServer, path: str = CHAT, **body: Any) -> list[Any]:
@@ -269,7 +263,7 @@ def naming(*fields: str) -> Callable[[dict[str, Any]], str | None]:
 )
 def test_an_upstream_that_refuses_our_questions_is_not_asked_them_again(upstream, proxy, refuses, asks):
     upstream.answer = strict(refuses)
-    server = proxy()
+    server = proxy(look_every=60)
     assert ours(server, streamed(server)) == [chunk("Hello"), chunk(finish="stop")]
     tried = len(upstream.posts)
     assert tried > 1
@@ -282,7 +276,7 @@ def test_an_upstream_that_refuses_our_questions_is_not_asked_them_again(upstream
 
 def test_a_bad_request_is_the_clients_fault_and_teaches_nothing(upstream, proxy):
     upstream.answer = strict(lambda body: "temperature is too high" if "temperature" in body else None)
-    server = proxy()
+    server = proxy(look_every=60)
     refused = server.chat(temperature=9)
     assert (refused.status_code, refused.json()) == (400, {"error": {"message": "temperature is too high", "code": 9}})
     assert "return_token_ids" not in upstream.posts[-1].body
@@ -449,7 +443,7 @@ def test_the_end_leaves_once_the_row_is_committed(upstream, proxy):
 
 def test_connections_are_used_again(upstream, proxy):
     upstream.answer = lambda seen: Script(whole(seen, "Hello").steps, framing="chunked")
-    server = proxy()
+    server = proxy(look_every=60)
     for _ in range(5):
         streamed(server)
     # The watcher has one of its own now and then.
@@ -471,7 +465,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 9.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 8.0
 vllm:num_requests_running{{{labels}}} 99.0
 """
-    server = proxy()
+    server = proxy(look_every=0.1)
     up = {"drafter": "upstream"}
     assert server.metric("spec_decode_num_drafts_total", **up) == 10
     assert server.metric("spec_decode_num_draft_tokens_total", **up) == 30
@@ -491,12 +485,12 @@ vllm:num_requests_running{{{labels}}} 99.0
 @pytest.mark.parametrize("text", ["not metrics at all {", '{"error": 1}', "\x00\xff"])
 def test_metrics_that_cannot_be_read_are_absent(upstream, proxy, text):
     upstream.gets["/metrics"] = text
-    server = proxy()
+    server = proxy(look_every=0.1)
     assert "spec_decode" not in server.http.get("/metrics").text
 
 
 def test_a_proxy_is_ready_while_its_upstream_answers(upstream, proxy):
-    server = proxy()
+    server = proxy(look_every=0.1)
     assert server.http.get("/ready").status_code == 200
     del upstream.gets["/v1/models"]
     eventually(lambda: server.http.get("/ready").status_code == 503, 20)
