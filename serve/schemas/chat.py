@@ -59,8 +59,17 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     # llama.cpp
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "grammar": ("",),
     "json_schema": (),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "repeat_penalty": (1,),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
 }
 NOT_YET_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {"audio": (), "function_call": ()}
 

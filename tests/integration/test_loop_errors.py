@@ -102,9 +102,9 @@ def test_a_part_that_is_no_text_is_refused_by_its_place(model_server: ProcessSer
 @pytest.mark.parametrize(
     "more",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"reasoning_effort": "low"},
-        {"n": 2},
+        {"functions": [{"name": "f"}]},
+        {"audio": {"voice": "alloy", "format": "wav"}},
+        {"web_search_options": {}},
     ],
     ids=lambda more: next(iter(more)),
 )

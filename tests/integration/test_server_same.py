@@ -100,3 +100,12 @@ def test_streamed_is_whole_for_a_model(model_server, asked):
     for choice in whole["choices"]:
         if choice["logprobs"] and "token_ids" in choice:
             assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+def test_the_first_of_several_choices_is_what_one_alone_would_be(model_server):
+    asked = {"seed": 8, "temperature": 2, "top_k": 0, "top_p": 1, "max_tokens": 12, "logprobs": True}
+    alone = model_server.chat(**asked).json()["choices"][0]
+    choices = model_server.chat(**asked, n=4).json()["choices"]
+    choices[0].pop("timings")
+    assert choices[0] == alone
+    assert len({json.dumps(choice["logprobs"]) for choice in choices}) == 4

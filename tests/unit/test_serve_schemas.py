@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from serve.body import understood
 from serve.errors import ApiError, from_validation
 from serve.schemas.chat import NOT_YET, NOT_YET_IN_MESSAGES, ChatCompletionRequest
+from serve.schemas.tools import offered
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -95,10 +96,15 @@ def test_unknown_fields_change_nothing_where_they_are_ignored_and_are_named_wher
 @given(st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=5), values, max_size=5))
 def test_any_body_is_understood_or_refused_where_unknown_fields_are_ignored(body):
     try:
-        understood(json.dumps({"messages": [USER], **body}).encode(), ChatCompletionRequest, "ignore")
+        call, _ = understood(json.dumps({"messages": [USER], **body}).encode(), ChatCompletionRequest, "ignore")
     except ApiError as error:
         refusal = error
     else:
+        # What is understood can be said in the backend's words.
+        call.sampling()
+        asked = [message.plain() for message in call.messages], call.template_kwargs
+        assert json.loads(json.dumps(asked))
+        assert {"tools", "tool_choice"} <= offered(call.tools, call.tool_choice).keys()
         return
     assert refusal.status == 400
     assert refusal.code != "unknown_parameter"
