@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from backend.interface import DrafterStats, EngineStats
+from serve.metrics_compat import VllmNames
 from serve.metrics_upstream import speculation_of_upstream
 
 PREFIX = "draftloop_"
@@ -20,6 +21,7 @@ STATUSES = ("finished", "cancelled", "failed", "opted_out")
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+COUNT_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 COMMIT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30)
 
 # The moment a counter was made is not worth a series beside every series.
@@ -31,6 +33,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._also = CollectorRegistry()  # of those that read the other
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", LATENCY_BUCKETS
         )
@@ -44,6 +47,18 @@ class Metrics:
         )
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "From submission to the engine to admission.", LATENCY_BUCKETS
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "From admission to the first token.", LATENCY_BUCKETS
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", LATENCY_BUCKETS
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", COUNT_BUCKETS
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", COUNT_BUCKETS
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -65,9 +80,13 @@ class Metrics:
         """Read the engine's counters (None: nothing to tell yet) and the capture queue's depth at every scrape."""
         self._registry.register(_Scrape(stats, queue_depth))
 
+    def tell_as_vllm_too(self, model_name: Callable[[], str | None]) -> None:
+        """Every figure that vLLM has, under its name and with its labels, from now on; None: no model yet."""
+        self._also.register(VllmNames(self._registry, model_name))
+
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format 0.0.4."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._also)
 
     def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)

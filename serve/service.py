@@ -54,6 +54,8 @@ class Service:
         self._loading: asyncio.Task[None] | None = None
         self._generations: set[Generation] = set()
         self.metrics.watch(self.stats, lambda: self.recorder.depth)
+        if settings.metrics_compat == "vllm":
+            self.metrics.tell_as_vllm_too(lambda: self.model_name if self.has_model else None)
 
     @property
     def state(self) -> State:
