@@ -114,6 +114,18 @@ def test_a_client_that_leaves_during_a_long_prefill_ends_it(one_place: ProcessSe
     assert_at_rest(one_place)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_all_its_choices(one_place: ProcessServer, stream: bool) -> None:
+    watch = Watch(one_place)
+    with asking(one_place, stream=stream, n=3):
+        eventually(lambda: watch.tokens >= 8)
+        assert load(one_place) == (1, 2)
+    rows = eventually(lambda: len(watch.rows) == 3 and watch.rows)
+    assert [row.status for row in rows] == ["cancelled"] * 3
+    assert sum(len(row.completion_tokens) > 0 for row in rows) == 1
+    assert_at_rest(one_place)
+
+
 def test_a_client_that_leaves_before_its_prompt_is_tokenized_costs_no_prefill(one_place: ProcessServer) -> None:
     for _ in range(3):
         watch = Watch(one_place)

@@ -14,10 +14,16 @@ from tests.servers import CHAT, eventually
 SLOW = Script(repeat=100, pause=0.02)
 
 
-def connect(server, stream: bool) -> socket.socket:
+MANY = {  # how to ask for four generations at once
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}], "n": 4},
+    "/v1/completions": {"prompt": ["a", "b"], "n": 2, "max_tokens": 1000},
+}
+
+
+def connect(server, stream: bool, path: str = CHAT, **more) -> socket.socket:
     """A raw connection with the request sent: closing it is leaving."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps({"stream": stream, **(more or {"messages": [{"role": "user", "content": "Hi"}]})}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
     connection.sendall(head.encode() + body)
     return connection
@@ -50,6 +56,23 @@ def test_a_client_that_leaves_before_the_first_token_is_noticed(serve, stream):
     (row,) = eventually(server.rows)
     assert row.status == "cancelled"
     assert len(row.completion_tokens) == 0
+
+
+@pytest.mark.parametrize("script", [SLOW, Script(first_pause=30)], ids=["decoding", "waiting"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", MANY)
+def test_a_client_that_leaves_ends_all_it_has_asked_for(serve, path, stream, script):
+    server = serve(script)
+    connection = connect(server, stream, path, **MANY[path])
+    eventually(lambda: len(server.backend.running) == 4)
+    if script is SLOW:
+        eventually(lambda: server.metric("generation_tokens_total") >= 8)
+    connection.close()
+    rows = eventually(lambda: len(rows := server.rows()) == 4 and rows)
+    assert {row.status for row in rows} == {"cancelled"}
+    assert sorted(server.backend.cancelled) == sorted(row.id for row in rows)
+    assert all(len(row.completion_tokens) < 100 for row in rows)
+    eventually(lambda: server.service.running == 0)
 
 
 def test_a_client_that_leaves_before_the_backend_knows_its_request_is_not_forgotten(serve):
