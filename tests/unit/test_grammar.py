@@ -338,9 +338,10 @@ def test_a_grammar_that_grows_too_complex_says_so_and_ends_the_answer(monkeypatc
 
 @both_ways
 def test_the_real_vocabulary_is_masked_to_its_last_id(batch_type: type[SamplerBatch]) -> None:
-    """248,077 ids, 248,320 rows of the head, 33 added tokens: none but text and the ends ever wins."""
+    """248,077 ids, 248,320 rows of the head, 33 added tokens: none but text, the ends and a call's tags ever wins."""
     real = qwen_tokenizer.loaded()
-    matcher = GrammarCompiler(real).matcher(Grammar("json_schema", json.dumps(SCHEMA)))
+    real_compiler = GrammarCompiler(real)
+    matcher = real_compiler.matcher(Grammar("json_schema", json.dumps(SCHEMA)))
     params = SamplingParams(seed=3, temperature=2.0, stop_token_ids=real.eos_ids)
     sampler = Sampler(params, real.vocab_size, (), matcher)
     output: list[int] = []
@@ -354,6 +355,13 @@ def test_the_real_vocabulary_is_masked_to_its_last_id(batch_type: type[SamplerBa
         assert len(output) < 500
     assert not set(output[:-1]) & real.added_ids
     assert json.loads(b"".join(map(real.text_bytes, output)))["city"] in ("Oslo", "Lima")
+    calls = real_compiler.calls([{"type": "function", "function": {"name": "act"}}], many=False)
+    begin, end = real.literal_id("<tool_call>"), real.literal_id("</tool_call>")
+    for token in (begin, *real.plain("\n<function=act>\n</function>\n"), end):
+        assert np.flatnonzero(calls.allowed()).tolist() == [token]
+        assert token is not None
+        assert calls.advance(token)
+    assert calls.finished
 
 
 @both_ways
