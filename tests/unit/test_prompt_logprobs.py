@@ -23,6 +23,7 @@ from tests.decoding import Job, Request, make_loop
 from tests.factory import Shape
 
 SHAPE = Shape(seed=6)
+WIDE = Shape(hidden=384, layers=("linear", "full"), seed=7, std=0.03)  # where a product's rows can depend on each other
 LENGTHS = (1, 2, 63, 64, 65, 150, 300)
 GREEDY = SamplingParams(temperature=0)
 
@@ -152,13 +153,19 @@ def test_they_are_bitwise_the_same_in_any_company(dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_they_are_bitwise_the_same_for_any_number_of_rows_at_a_time(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int
 ) -> None:
-    expected = alone(runner, BASE).bits
+    torch.set_num_threads(threads)
+    runner = Runner(factory.build(WIDE).to(dtype))
+    probe(runner)
+    expected = alone(runner, BASE[:100]).bits
     for rows in (1, 3, 64):
         monkeypatch.setattr(speculation, "SCORED_ROWS", rows)
-        assert alone(runner, BASE).bits == expected
+        assert alone(runner, BASE[:100]).bits == expected
+    torch.set_num_threads(1)
 
 
 @torch.inference_mode()
