@@ -102,9 +102,7 @@ KINDS: dict[str, Callable[[], Matcher | None]] = {
     "calls": lambda: matcher_of(ANSWERING, tools=[SIZES], tool_choice="required"),
     "strict calls, maybe": lambda: matcher_of(THINKING, tools=[STRICT]),
     "one call at most": lambda: matcher_of(ANSWERING, tools=[SIZES], parallel_tool_calls=False),
-    "a shape or calls": lambda: matcher_of(
-        THINKING, Grammar("json_schema", '{"enum": ["a", "ab"]}'), tools=[SIZES], thinking_budget=2
-    ),
+    "a shape or calls": lambda: matcher_of(ANSWERING, Grammar("json_schema", '{"enum": ["a", "ab"]}'), tools=[SIZES]),
 }
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend.interface import InvalidRequest
@@ -187,6 +187,9 @@ def test_what_has_no_parameters_gets_none_and_what_names_none_gets_any(
         max_size=8,
     ).map("".join)
 )
+@example("x</parameter><parameter=w>")
+@example("x</function> </tool_call>")
+@example("x</tool_call><tool_call>")
 def test_a_text_that_the_grammar_allows_is_read_back_as_it_is(text: str) -> None:
     described = tool({"type": "object", "properties": {"v": {"type": "string"}, "w": {"type": "string"}}})
     if not fits(described, {"v": text, "w": "after"}):
