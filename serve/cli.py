@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -176,12 +177,13 @@ def _run(settings: Settings) -> int:
         def greet() -> None:
             service, url = api.state.service, server.url(listener, "https" if certificate else "http")
             info = service.backend.info()
+            key = """ -H "Authorization: Bearer $KEY\"""" if settings.api_key or settings.api_key_file else ""
             kept = "nothing is captured" if writer is None else f"captured in {writer.path}"
             typer.echo(
                 f"{service.model_name} (drafter {info.drafter}, draft tokens {info.draft_tokens}) at {url}, {kept}"
             )
             typer.echo(
-                f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+                f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
                 """-d '{"messages": [{"role": "user", "content": "Write a function that reverses a string."}]}'"""
             )
 
@@ -190,7 +192,7 @@ def _run(settings: Settings) -> int:
     except (BackendError, CaptureError) as error:
         _fail(str(error))
     if not flushed:
-        server.say("rows were given up: the capture file could not be written in time")
+        logging.getLogger(__name__).error("rows were given up: the capture file could not be written in time")
     return 0 if flushed else 1
 
 

@@ -166,7 +166,7 @@ class Failsafe:
                 raise
             told = error if isinstance(error, ApiError) else internal()
             if told is not error:
-                log.exception("%s %s failed", scope["method"], scope["path"])
+                log.exception("%s %r failed", scope["method"], scope["path"])
             if started:
                 raise  # all that is left is to break off
             await told.response()(scope, receive, send)

@@ -6,10 +6,10 @@ Knows uvicorn and the service's life; knows no route and no option's meaning.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,15 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serve.service import Service, State
 
 LAST_WORDS_SECONDS = 5  # for clients to take what they have been sent, once nothing runs any more
 MOST_HEADER_BYTES = 65536
+HEADER_SECONDS = 30  # for a request's headers to arrive
+
+log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
@@ -74,7 +78,7 @@ def config(app: FastAPI, certificate: Certificate | None = None) -> uvicorn.Conf
     return uvicorn.Config(
         app,
         lifespan="on",
-        http="h11",  # the one whose headers can be limited
+        http=_Protocol,
         ws="none",
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         log_config=None,
@@ -113,7 +117,9 @@ async def run(
     tasks: list[asyncio.Task[None]] = []  # the loop itself holds tasks only weakly
 
     def stop() -> None:
-        say(f"finishing {service.running} running requests, at most {grace:g} s; a second signal stops at once")
+        log.warning(
+            "finishing %d running requests, at most %g s; a second signal stops at once", service.running, grace
+        )
         tasks.append(asyncio.create_task(drain(), name="draining"))
 
     def on_signal(signum: int) -> None:
@@ -139,6 +145,32 @@ async def run(
     return service.flushed
 
 
+class _Protocol(H11Protocol):
+    """uvicorn's protocol with an end to its patience: it would wait for a request's headers for ever."""
+
+    _headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._headers_due = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._headers_came()
+        elif self._headers_due is None:
+            self._headers_due = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_came()
+        super().connection_lost(exc)
+
+    def _headers_came(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server with its signals answered by ours; uvicorn offers no other place to say so."""
 
@@ -148,8 +180,3 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._on_signal(sig)
-
-
-def say(message: str) -> None:
-    sys.stderr.write(f"serve: {message}\n")
-    sys.stderr.flush()

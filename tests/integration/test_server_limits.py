@@ -208,6 +208,24 @@ def test_endless_headers_are_cut_off_and_others_are_served(serve):
     assert server.chat().status_code == 200
 
 
+def test_headers_that_trickle_are_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr("serve.server.HEADER_SECONDS", 0.5)
+    server = serve()
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for sent in (b"", b"GET / HTTP/1.1\r\nX-Header: ", first + b"GET / HTTP/1.1\r\nX-Header: "):
+        with connect(server) as connection:
+            connection.sendall(sent)
+            received = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert received.startswith(b"HTTP/1.1 200" if sent.startswith(first) else b"")
+
+
+def test_a_request_whose_headers_have_come_is_not_hurried(serve, monkeypatch):
+    monkeypatch.setattr("serve.server.HEADER_SECONDS", 0.5)
+    server = serve(Script(first_pause=1.5))
+    for _ in range(2):  # the second on the first one's connection
+        assert server.chat().status_code == 200
+
+
 # -- silence ---------------------------------------------------------------------------------------------------------
 
 
