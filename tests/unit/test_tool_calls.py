@@ -148,7 +148,10 @@ TEXTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (f'<tool_call>{{"name": "now"}}</tool_call>{ROME}', "", [NOW_CALL, ROME_CALL]),
     ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}', "", [("now", '{"a": 1}')]),
+    (f'<tool_call>{{"name": "now"}}{ROME}', "", [NOW_CALL, ROME_CALL]),
     # No call at all.
+    ('<tool_call>{"name": "a\\nb"}</tool_call>', '{"name": "a\\nb"}', []),
+    ('<tool_call>{"name": "now", "arguments": {"a": 1e400}}', '{"name": "now", "arguments": {"a": 1e400}}', []),
     ('<tool_call>\n{"name": 1}\n</tool_call>', '{"name": 1}\n', []),
     ('<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '{"name": "now", "arguments": [1]}', []),
     (
@@ -165,6 +168,7 @@ TEXTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("<tool_call>\n<function=weat", "", []),
     ("<tool_call>\n<func", "", []),
     ("see <tool_ca", "see <tool_ca", []),
+    (f"{ROME}\n</tool_ca", "", [ROME_CALL]),
     (f"{ROME}\n</think>\n\nDone.", "Done.", [ROME_CALL]),
 ]
 
@@ -399,7 +403,7 @@ def test_text_is_told_while_it_arrives() -> None:
     parser = ToolCallParser(TOOLS)
     assert parser.push("Well, <tool_call>\n<function=weather>\n<parameter=city>\n").content == "Well,"
     assert parser.calls[0].arguments == '{"city": "'
-    assert parser.push("Ro").calls == (ToolCallDelta(0, "Ro"),)
+    assert parser.push("Rö").calls == (ToolCallDelta(0, "Rö"),)
     assert parser.push('"me <').calls == (ToolCallDelta(0, '\\"me '),)
     assert parser.push("b>").calls == (ToolCallDelta(0, "<b>"),)
     assert parser.push("\n</parameter>").calls == ()
