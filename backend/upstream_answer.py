@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:
@@ -237,7 +237,12 @@ def _logprobs(value: Any) -> list[float]:
         texts = [token.get("logprob") if isinstance(token, Mapping) else None for token in content]
     if not isinstance(texts, list):
         return []
-    return [float(one) if isinstance(one, int | float) else math.nan for one in texts]
+    return [_logprob(one) for one in texts]
+
+
+def _logprob(value: Any) -> float:
+    known = isinstance(value, float) or (type(value) is int and -(2**53) < value <= 0)
+    return float(value) if known else math.nan
 
 
 def _deltas(said: Mapping[str, Any]) -> tuple[ToolCallDelta, ...]:
