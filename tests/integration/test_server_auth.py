@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import httpx
 import openai
 import pytest
 from fastapi import Depends, FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from serve import errors
 from serve.auth import Authentication, Keyring, operator
@@ -163,6 +167,14 @@ def test_the_figures_need_a_key_unless_told_otherwise(guarded, serve):
         assert guarded.http.get(path, headers=bearer("first-key")).status_code == 200
         assert open_figures.http.get(path).status_code == 200
     assert open_figures.http.get("/v1/models").status_code == 401
+
+
+@given(st.binary(min_size=1, max_size=40), st.sampled_from([base64.b64encode, base64.urlsafe_b64encode]))
+def test_a_bare_key_in_base64_is_never_taken_for_a_name(secret, encode):
+    key = encode(secret).decode()
+    found = Keyring.of(load(api_key=key)).find(Headers({"x-api-key": key}))
+    assert found is not None
+    assert found.name == "key1"
 
 
 def test_keys_are_read_from_a_file_too(serve, tmp_path):

@@ -102,6 +102,7 @@ def test_every_request_is_one_line_of_json_without_what_was_said(serve_process):
     assert (refused["status"], "finish" in refused) == (400, False)
     assert (unknown["status"], unknown["client"]) == (401, None)
     text = "".join(server.output)
+    assert '-H "Authorization: Bearer $KEY"' in text, "how to ask it"
     for secret in (SECRET, "quick", "the-key", "world", "\x1b"):
         assert secret not in text, "the log tells too much"
 
