@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
@@ -10,6 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from serve.errors import ApiError, from_validation
+from serve.strict import EXTRA, Extra
+
+LARGE = 256 * 1024  # bytes, from where on a body takes long to validate
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -24,45 +28,23 @@ async def read(
         raise ApiError(
             415, f"The body must be sent as Content-Type: application/json, not {content_type or 'without a type'}."
         )
-    return understood(await request.body(), schema, unknown)
+    received = await request.body()
+    if len(received) > LARGE:  # others' answers go on meanwhile
+        return await asyncio.to_thread(understood, received, schema, unknown)
+    return understood(received, schema, unknown)
 
 
 def understood(
     received: bytes, schema: type[Body], unknown: Literal["ignore", "refuse"]
 ) -> tuple[Body, Mapping[str, Any]]:
     """`read`, of the body itself."""
-    sent = body = _parse(received)
-    while True:
-        try:
-            return schema.model_validate(body), sent
-        except ValidationError as error:
-            strangers = [] if unknown == "refuse" else _strangers(error)
-            body = _parse(received) if body is sent else body
-            if not strangers or not all(_drop(body, path) for path in strangers):
-                raise from_validation(error) from None
-        # Once more without them: validators that run late may find further ones.
-
-
-def _parse(text: bytes) -> Any:
     try:
         # Unlike json.loads this refuses NaN, lone surrogates and bottomless nesting.
-        return from_json(text, allow_inf_nan=False)
+        sent = from_json(received, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-
-
-def _strangers(error: ValidationError) -> list[Sequence[int | str]]:
-    """Where the fields stand that nobody knows."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
-
-
-def _drop(body: Any, path: Sequence[int | str]) -> bool:
-    """Take out what stands at the path; False where nothing does."""
-    *way, name = path
-    for step in way:
-        try:
-            body = body[step]
-        except (LookupError, TypeError):
-            return False
-    return isinstance(body, dict) and body.pop(name, None) is not None
+    extra: Extra = "ignore" if unknown == "ignore" else None
+    try:
+        return schema.model_validate(sent, extra=extra, context={EXTRA: extra}), sent
+    except ValidationError as error:
+        raise from_validation(error) from None

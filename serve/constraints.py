@@ -77,9 +77,12 @@ class StructuredOutputs(RequestModel):
     ) = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
-        None
-    )
+    choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+        ]
+        | None
+    ) = None
     grammar_: Annotated[str, Field(min_length=1)] | None = Field(None, alias="grammar")  # in Lark's syntax
 
     @model_validator(mode="before")

@@ -137,8 +137,10 @@ def from_validation(error: ValidationError) -> ApiError:
             message = f"Unknown parameter: '{param}'."
         case "unsupported_parameter":
             message = f"'{param}' {said}."
-        case _ if param is None:
+        case "model_type" if param is None:
             message = "The request body must be a JSON object."
+        case _ if param is None:
+            message = f"The request body {said}."
         case _:
             message = f"Invalid value for '{param}': {said[:1].lower()}{said[1:]}."
     code = "invalid_type" if kind.endswith("_type") else CODES.get(kind, "invalid_value")

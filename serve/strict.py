@@ -6,10 +6,16 @@ Knows no endpoint; which parameters are refused for now is told to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
+
+MAX_FIELDS = 1024  # of one object
+EXTRA = "extra"  # the validation context's name for what is done with unknown fields
+Extra = Literal["ignore"] | None  # None: as each model has it
+
+T = TypeVar("T")
 
 
 class RequestModel(BaseModel):
@@ -20,7 +26,15 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise PydanticCustomError("too_long", "should have at most {most} fields", {"most": MAX_FIELDS})
         return present(data) if isinstance(data, dict) else data
+
+
+def within(schema: TypeAdapter[T], data: Any, info: ValidationInfo) -> T:
+    """A part of a body validated as the body itself is, in a validator of its own. Raises ValidationError."""
+    extra: Extra = (info.context or {}).get(EXTRA)
+    return schema.validate_python(data, extra=extra, context=info.context)
 
 
 def present(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,16 +78,16 @@ class TextPart(RequestModel):
         return data
 
 
-_PARTS = TypeAdapter(list[TextPart])
+_PARTS = TypeAdapter(Annotated[list[TextPart], Field(fail_fast=True)])
 
 
-def _text(content: Any) -> Any:
+def _text(content: Any, info: ValidationInfo) -> Any:
     """Message content as one string: a list of text parts is joined, any other part refused."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise PydanticCustomError("content_type", "must be a string, null or a list of text parts")
-    return "".join(part.text for part in _PARTS.validate_python(content))
+    return "".join(part.text for part in within(_PARTS, content, info))
 
 
 Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart] | None)]

@@ -80,7 +80,7 @@ class Message(RequestModel):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same under another name
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None  # of an answer that is sent back; they say nothing to a model
@@ -130,7 +130,7 @@ class Reasoning(RequestModel):
 class ChatCompletionRequest(Generating):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError, from_json
 
-from serve.strict import RequestModel
+from serve.strict import RequestModel, within
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 REASONING_PARTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
@@ -139,16 +147,16 @@ def _calls_before_outputs(items: Sequence[InputItem]) -> Sequence[InputItem]:
     return items
 
 
-_Items = Annotated[list[Input], Field(min_length=1), AfterValidator(_calls_before_outputs)]
+_Items = Annotated[list[Input], Field(min_length=1, fail_fast=True), AfterValidator(_calls_before_outputs)]
 _items: TypeAdapter[list[InputItem]] = TypeAdapter(_Items, config=ConfigDict(strict=True))
 
 
-def _given(data: Any) -> str | list[InputItem]:
+def _given(data: Any, info: ValidationInfo) -> str | list[InputItem]:
     if isinstance(data, str):
         return data
     if not isinstance(data, list):
         raise PydanticCustomError("input_type", "must be a string or a list of items")
-    return _items.validate_python(data)
+    return within(_items, data, info)
 
 
 Given = Annotated[str | list[InputItem], BeforeValidator(_given)]

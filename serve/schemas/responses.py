@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from backend.interface import Grammar
@@ -17,7 +17,7 @@ from serve.constraints import JsonSchema, ResponseFormat
 from serve.schemas.response_input import Given, messages
 from serve.schemas.sampling import INT64_MAX, MAX_TOP_LOGPROBS, Generating
 from serve.schemas.tools import MAX_TOOLS, Function
-from serve.strict import RequestModel, without
+from serve.strict import RequestModel, within, without
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -52,9 +52,12 @@ class JsonSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-def _format(data: Any) -> PlainFormat | JsonSchemaFormat:
+_PLAIN, _SCHEMA = TypeAdapter(PlainFormat), TypeAdapter(JsonSchemaFormat)
+
+
+def _format(data: Any, info: ValidationInfo) -> PlainFormat | JsonSchemaFormat:
     kind = data.get("type") if isinstance(data, dict) else None
-    return (JsonSchemaFormat if kind == "json_schema" else PlainFormat).model_validate(data)
+    return within(_SCHEMA, data, info) if kind == "json_schema" else within(_PLAIN, data, info)
 
 
 class TextOptions(RequestModel):
@@ -114,12 +117,15 @@ class AllowedTools(RequestModel):
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-def _tool_choice(data: Any) -> str | NamedTool | AllowedTools:
+_NAMED, _ALLOWED = TypeAdapter(NamedTool), TypeAdapter(AllowedTools)
+
+
+def _tool_choice(data: Any, info: ValidationInfo) -> str | NamedTool | AllowedTools:
     if isinstance(data, str) and data in ("none", "auto", "required"):
         return data
     if not isinstance(data, dict):
         raise PydanticCustomError("tool_choice", "must be none, auto, required or an object that names a function")
-    return (AllowedTools if data.get("type") == "allowed_tools" else NamedTool).model_validate(data)
+    return within(_ALLOWED, data, info) if data.get("type") == "allowed_tools" else within(_NAMED, data, info)
 
 
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(_tool_choice)]
@@ -156,7 +162,7 @@ class ResponsesRequest(Generating):
     ) = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that the server runs itself: it has none

@@ -17,7 +17,7 @@ from serve.strict import RequestModel
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 64
-MAX_LOGIT_BIASES = 1024
+MAX_ENTRIES = 1024  # of an object whose names are the client's
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOKEN_ID = 2**31 - 1  # a vocabulary's real end is the backend's to know
@@ -29,9 +29,15 @@ def _stops(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _few(entries: Any) -> Any:
+    if isinstance(entries, dict) and len(entries) > MAX_ENTRIES:  # before each of them is looked at
+        raise PydanticCustomError("too_long", "should have at most {most} entries", {"most": MAX_ENTRIES})
+    return entries
+
+
 def _biases(biases: Any) -> Any:
     """Biases by token id: JSON has no other keys than strings."""
-    if not isinstance(biases, dict):
+    if not isinstance(_few(biases), dict):
         return biases
     for key in biases:
         if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key) and int(key) <= MAX_TOKEN_ID):
@@ -66,12 +72,12 @@ class Generating(RequestModel):
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
-            Field(max_length=MAX_STOPS),
+            Field(max_length=MAX_STOPS, fail_fast=True),
             BeforeValidator(_stops, json_schema_input_type=str | list[str]),
         ]
         | None
     ) = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
 
@@ -79,8 +85,10 @@ class Generating(RequestModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     # vLLM takes every number above 0; beyond these float32 logits could overflow.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_biases)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_ENTRIES), BeforeValidator(_biases)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None
+    ) = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -88,7 +96,7 @@ class Generating(RequestModel):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     store: bool | None = None
 
     # These change no answer by OpenAI's own contract.

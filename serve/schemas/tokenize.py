@@ -30,7 +30,7 @@ class Conversation(RequestModel):
     """A conversation as a prompt is made of it. `model` is checked, and otherwise without effect."""
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

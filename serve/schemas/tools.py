@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from serve.strict import RequestModel, present
+from serve.strict import RequestModel, present, within
 
 MAX_TOOLS = 128
 
@@ -48,7 +56,7 @@ class FunctionReference(RequestModel):
 
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionReference], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[FunctionReference], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChosenTool(RequestModel):
@@ -65,25 +73,30 @@ class ChosenTool(RequestModel):
         return self
 
 
-_TOOLS = TypeAdapter(Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)])
+_TOOLS = TypeAdapter(Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)])
+_CHOSEN = TypeAdapter(ChosenTool)
 
 
-def _tools(tools: Any) -> Any:
+def _tools(tools: Any, info: ValidationInfo) -> Any:
     """The tools as they were sent, for a template to print, once they are known to be tools."""
-    names = [tool.function.name for tool in _TOOLS.validate_python(tools)]
+    names = [tool.function.name for tool in within(_TOOLS, tools, info)]
     for i, name in enumerate(names):
         if name in names[:i]:
             at = {"at": (i, "function", "name"), "name": name}
             raise PydanticCustomError("duplicate", "there are two functions named {name}", at)
-    return [{**present(tool), "function": present(tool["function"])} for tool in tools]
+    return [{**_known(FunctionTool, tool), "function": _known(Function, tool["function"])} for tool in tools]
 
 
-def _tool_choice(choice: Any) -> Any:
+def _known(schema: type[RequestModel], sent: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in present(sent).items() if name in schema.model_fields}
+
+
+def _tool_choice(choice: Any, info: ValidationInfo) -> Any:
     if choice is None or choice in ("none", "auto", "required"):
         return choice
     if not isinstance(choice, dict):
         raise PydanticCustomError("tool_choice", "must be none, auto, required or an object that names a function")
-    return ChosenTool.model_validate(choice)
+    return within(_CHOSEN, choice, info)
 
 
 Choice = Literal["none", "auto", "required"] | ChosenTool

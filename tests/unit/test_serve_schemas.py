@@ -218,3 +218,27 @@ def test_a_body_is_not_changed_by_reading_it():
     before = json.dumps(body)
     ChatCompletionRequest.model_validate(body)
     assert json.dumps(body) == before
+
+
+MANY = {
+    "fields": ({f"a{i}": 1 for i in range(2000)}, None),
+    "fields of a message": ({"messages": [{**USER, **{f"a{i}": 1 for i in range(2000)}}]}, "messages[0]"),
+    "messages": ({"messages": [1] * 2000}, "messages[0]"),
+    "parts": ({"messages": [{"role": "user", "content": [1] * 2000}]}, "messages[0].content[0]"),
+    "tools": ({"tools": [1] * 2000}, "tools[0]"),
+    "stops": ({"stop": [1] * 2000}, "stop[0]"),
+    "metadata": ({"metadata": {f"a{i}": 1 for i in range(2000)}}, "metadata"),
+    "biases": ({"logit_bias": {str(i): "x" for i in range(2000)}}, "logit_bias"),
+}
+
+
+@pytest.mark.parametrize("unknown", ["ignore", "refuse"])
+@pytest.mark.parametrize("what", MANY)
+def test_a_body_that_is_wrong_in_a_thousand_places_is_refused_at_the_first(what, unknown):
+    wrong, param = MANY[what]
+    with pytest.raises(ApiError) as caught:
+        understood(json.dumps({"messages": [USER], **wrong}).encode(), ChatCompletionRequest, unknown)
+    assert caught.value.param == param
+    found = caught.value.__context__
+    assert isinstance(found, ValidationError)
+    assert found.error_count() == 1  # each costs memory
