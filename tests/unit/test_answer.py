@@ -125,6 +125,7 @@ def test_without_thinking_nothing_is_thought() -> None:
     result = whole(f"Yes.</think>{CALL}", thinking=False)
     assert (result.reasoning, result.content, result.reasoning_tokens) == ("", "Yes.", 0)
     assert whole("a</think>", thinking=False, tools=()).content == "a</think>"
+    assert whole(CALL, thinking=False, tool_choice="none").content == CALL
 
 
 @pytest.mark.parametrize(("finish", "arguments"), [("stop", "{}"), ("length", ""), ("cancelled", ""), ("error", "")])
