@@ -29,6 +29,7 @@ def model(server: ProcessServer, request: pytest.FixtureRequest) -> Any:
         model=MODEL,
         temperature=0,
         max_tokens=400,
+        stream_usage=True,
         use_responses_api=request.param,
     )
 

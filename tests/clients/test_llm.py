@@ -40,5 +40,7 @@ def test_a_conversation_goes_on(server: ProcessServer, run: Callable[..., str], 
 
 
 def test_an_answer_has_the_form_of_a_schema(run: Callable[..., str], environment: dict[str, str]) -> None:
-    said = run("llm", "-m", "ours", *GREEDY, "--schema", "sunny bool", "Hi", environment=environment)
+    sunny = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    schema = json.dumps({**sunny, "additionalProperties": False})
+    said = run("llm", "-m", "ours", *GREEDY, "--schema", schema, "Hi", environment=environment)
     assert isinstance(json.loads(said)["sunny"], bool)

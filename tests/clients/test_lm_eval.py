@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 QUESTIONS = [
     ("What does len() do in Python?", [" It returns the length.", " It prints the sky.", " Blue."]),
     ("Hello", ["!", " How can I help you?", " zebra quantum"]),
-    ("def add(a, b):\n", ["    return a + b", "    return nothing at all"]),
+    ("def add(a, b):", ["\n    return a + b", "\n    return nothing at all"]),
 ]
 UNTIL = "\n\n"
 
@@ -63,15 +63,15 @@ def samples(out: Path, task: str) -> list[dict[str, Any]]:
 
 def likelihood(server: ProcessServer, question: str, choice: str) -> tuple[float, bool]:
     """Of the choice after the question, and whether the model would have said it: by our own arithmetic."""
-    begun = len(server.http.post("/tokenize", json={"prompt": question}).json()["tokens"])
-    answer = server.openai.completions.create(
-        model=MODEL, prompt=question + choice, max_tokens=0, echo=True, logprobs=1
-    )
+    texts = (question, question + choice)
+    begun, whole = (server.http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts)
+    prompt = [*begun, *whole[len(begun) :]]  # the last of the question may have become another token: so does lm_eval
+    answer = server.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     told = answer.choices[0].logprobs
     assert told is not None
     assert told.token_logprobs is not None
     assert told.top_logprobs is not None
-    pairs = list(zip(told.token_logprobs, told.top_logprobs, strict=True))[begun:]
+    pairs = list(zip(told.token_logprobs, told.top_logprobs, strict=True))[len(begun) :]
     return sum(one for one, _ in pairs), all(one == max(best.values()) for one, best in pairs)
 
 
