@@ -21,12 +21,13 @@ class Choices:
     async def begin(self, leaders: Sequence[int] = (0,)) -> None:
         """Wait until the leaders, one choice of each prompt, have their first events: the others fail as they do.
 
-        Raises InvalidRequest or BackendUnavailable where a generation never started; none goes on then.
+        Raises InvalidRequest or BackendUnavailable where a generation never started; none goes on then. Cut off while
+        it waits, it can be called again.
         """
         try:
             for leader in leaders:
                 await self.generations[leader].begin()
-        except BaseException:
+        except Exception:
             self.cancel()
             raise
 

@@ -41,6 +41,19 @@ async def while_connected(request: Request, cancel: Callable[[], None], work: Aw
         leaving.cancel()
 
 
+async def within(seconds: float, work: Awaitable[None]) -> None:
+    """The work, or as much of it as is done after so many seconds (0: all of it): it must allow to be begun again.
+
+    A stream whose first event is long in coming begins without it, so that its client hears that the server lives.
+    """
+    try:
+        async with asyncio.timeout(seconds or None) as limit:
+            await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+
+
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -18,7 +18,7 @@ from serve.intake import receive
 from serve.record import Origin
 from serve.schemas.chat import ChatCompletionRequest
 from serve.schemas.tools import offered
-from serve.streaming import data_lines, event_stream, while_connected
+from serve.streaming import data_lines, event_stream, while_connected, within
 
 router = APIRouter()
 
@@ -34,7 +34,8 @@ async def create_chat_completion(request: Request) -> Response:
         origins = [origin, *(origin.sibling() for _ in range(1, call.n or 1))]
         choices = Choices(service.generate_all([(_choice(asked, i, one), one) for i, one in enumerate(origins)]))
         # Nothing is sent before the first event: until then a refusal can still have its own status.
-        await while_connected(request, choices.cancel, choices.begin())
+        patience = service.keep_alive if call.stream else 0
+        await while_connected(request, choices.cancel, within(patience, choices.begin()))
     except InvalidRequest as error:
         error.param = call.spelled(error.param)
         raise

@@ -19,7 +19,7 @@ from serve.intake import receive
 from serve.record import Origin
 from serve.schemas.completions import CompletionRequest
 from serve.service import Service
-from serve.streaming import data_lines, event_stream, while_connected
+from serve.streaming import data_lines, event_stream, while_connected, within
 
 router = APIRouter()
 
@@ -32,7 +32,8 @@ async def create_completion(request: Request) -> Response:
         prompts = await _read(service, call, [one for one, _ in asked])
         choices = Choices(service.generate_all(asked))
         # Nothing is sent before the first event of each prompt: until then a refusal can still have its own status.
-        await while_connected(request, choices.cancel, _begin(call, choices))
+        patience = service.keep_alive if call.stream else 0
+        await while_connected(request, choices.cancel, within(patience, _begin(call, choices)))
     except InvalidRequest as error:
         error.param = call.spelled(error.param)
         raise

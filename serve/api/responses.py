@@ -32,7 +32,7 @@ from serve.schemas.response_output import (
     Usage,
 )
 from serve.schemas.responses import ResponsesRequest
-from serve.streaming import event_stream, told, while_connected
+from serve.streaming import event_stream, told, while_connected, within
 
 router = APIRouter()
 _EVENT = TypeAdapter(dict[str, Any])
@@ -51,7 +51,8 @@ async def create_response(request: Request) -> HttpResponse:
     )
     # Nothing is sent before the first event: until then a refusal can still have its own status.
     try:
-        await while_connected(request, answer.generation.cancel, answer.generation.begin())
+        patience = service.keep_alive if call.stream else 0
+        await while_connected(request, answer.generation.cancel, within(patience, answer.generation.begin()))
     except InvalidRequest as error:
         error.param = call.spelled(error.param)
         raise
@@ -122,6 +123,7 @@ class _Answer:
 
     async def _steps(self) -> AsyncIterator[Told]:
         """All that happens until the answer is completed, or incomplete. Raises ApiError where it was cut short."""
+        await self.generation.begin()
         async for event in self.generation.events():
             for step in self.output.add(event):
                 yield step

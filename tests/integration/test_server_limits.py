@@ -250,6 +250,38 @@ def test_a_stream_that_pauses_is_kept_alive_by_comments(serve):
     assert last.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(CHAT, "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input")]
+)
+def test_a_stream_that_is_long_in_coming_is_kept_alive_too(serve, path, prompt):
+    server = serve(Script(first_pause=1.5), sse_keep_alive=0.3)
+    asked = {prompt: [USER] if prompt == "messages" else "Hi", "stream": True}
+    lines = server.http.post(path, json=asked).text.splitlines()
+    first = next(i for i, line in enumerate(lines) if "Hel" in line)
+    assert len([line for line in lines[:first] if line.startswith(":")]) >= 2
+    texts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "wör" in json.dumps(texts, ensure_ascii=False)
+    assert not any(text.get("error") for text in texts)
+    assert [row.status for row in server.rows()] == ["finished"]
+
+
+def test_a_stream_that_fails_after_it_was_kept_alive_hears_it_in_band(serve):
+    server = serve(Script(first_pause=1, finish="error", pieces=(b"x",)), sse_keep_alive=0.2)
+    answer = server.chat(stream=True)
+    assert answer.status_code == 200
+    assert "generation_failed" in answer.text
+    assert '"finish_reason":"stop"' not in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_client_that_leaves_a_stream_that_was_kept_alive_ends_it(serve):
+    server = serve(Script(first_pause=60), sse_keep_alive=0.1)
+    with server.http.stream("POST", CHAT, json={"messages": [USER], "stream": True}) as response:
+        next(line for line in response.iter_lines() if line.startswith(":"))
+    (row,) = eventually(server.rows)
+    assert row.status == "cancelled"
+
+
 def test_without_keep_alive_there_are_no_comments(serve):
     server = serve(Script(pause=0.3), sse_keep_alive=0)
     assert not [line for line in server.chat(stream=True).text.splitlines() if line.startswith(":")]
