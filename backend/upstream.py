@@ -204,7 +204,8 @@ class UpstreamBackend:
             failure = error.failure if isinstance(error, UpstreamFault) else broken(error, self._options.timeout)
             self.watch.reachable = self.watch.reachable and not isinstance(error, httpx.ConnectError)
             # An upstream may quote the prompt: its words are for the row and the client alone.
-            log.warning("request %s failed at the upstream, status %d", request.id, failure.status)
+            level = logging.WARNING if failure.status >= 500 else logging.INFO
+            log.log(level, "request %s failed at the upstream, status %d", request.id, failure.status)
             last = ChatEvent(result=books.result("error", failure), raw=tuple(end))
         finally:
             del self._calls[request.id]

@@ -54,6 +54,11 @@ def _draft_tokens(count: object) -> object:
     raise PydanticCustomError("draft_tokens", "expected auto or 0 to {most}", {"most": MOST_DRAFT_TOKENS})
 
 
+# What is asked of an engine of this process.
+ENGINE = {
+    *("device", "dtype", "threads", "max_model_len", "kv_memory", "prefix_cache"),
+    *("drafter", "further_drafters", "allow_drafter_choice", "draft_tokens"),
+}
 _AT_FURTHER = {"field": "further_drafters"}
 Drafter = Annotated[str, AfterValidator(_drafter)]
 Name = Annotated[str, Field(min_length=1)]
@@ -189,6 +194,12 @@ class Settings(BaseSettings):
             )
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             raise PydanticCustomError("drafter_twice", "{kind} is given twice", {**_AT_FURTHER, "kind": twice})
+        return self
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.upstream is not None and (idle := sorted(self.model_fields_set & ENGINE)):
+            raise PydanticCustomError("idle", "there is no engine here behind --upstream", {"field": idle[0]})
         return self
 
     @model_validator(mode="after")
