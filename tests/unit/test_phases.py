@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.constraints import constraint
+from backend.drafters.mtp import MTPDrafter
+from backend.engine.probe import probe
+from backend.engine.runner import Runner
 from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams
 from backend.interface import ChatRequest, Grammar, InvalidRequest, SamplingRequest
 from backend.text.grammar import GrammarCompiler
 from backend.text.phases import Either, Fixed, Free, Matcher, Phases
 from backend.text.tokenizer import ChatTokenizer, Prompt
 from backend.text.tool_calls import ToolCallParser
-from tests import plain_decoder
+from tests import factory, plain_decoder
+from tests.decoding import Job, Outcome, Request, make_loop
+from tests.factory import Shape
 from tests.unit.test_grammar import TINY, DeviceBatch, decode, logits_of
 
 both_ways = pytest.mark.parametrize("batch_type", [SamplerBatch, DeviceBatch])
@@ -330,6 +335,40 @@ def test_an_answer_of_a_shape_may_be_calls_instead() -> None:
     assert takes(thinking, ids("</think>\n\n" + call(unit="px", size=3)))
     whole = Grammar("regex", "[^<]+")
     assert not takes(matcher_of(ANSWERING, whole, tools=[SIZES]), ids("<tool_call>"))
+
+
+@torch.inference_mode()
+def test_phases_are_the_same_whoever_makes_room_and_whatever_is_drafted() -> None:
+    """Preempted sequences run their tokens again, in blocks across the borders, and go on where they were (law L2)."""
+    shape = Shape(vocab=64, hidden=32, intermediate=48, layers=("linear", "full"), k_heads=1, v_heads=2, seed=6)
+    torch.set_num_threads(1)
+    runner = Runner(factory.build(shape))
+    assert probe(runner).lawful
+    prompts = [tuple((i + 7 * at + at * at // 5) % 64 for at in range(488 + i)) for i in range(3)]
+
+    def outcomes(draft_tokens: int, pages: int, sequences: int) -> tuple[list[Outcome], int]:
+        drafter = MTPDrafter(runner.model, "block")
+        loop = make_loop(runner, draft_tokens, [drafter], pages=pages, sequences=sequences)
+        jobs = [
+            Job(loop, Request(prompt, SamplingParams(temperature=2.0, seed=i), 50), drafter)
+            for i, prompt in enumerate(prompts)
+        ]
+        for job in jobs:
+            cycle = [partial(Free, 64, 7, 5), partial(Fixed, 64, (1, 2, 3)), partial(Free, 64, 9, 2, frozenset({7}))]
+            job.sequence.sampler.matcher = Phases(frozenset(), cycle, again=0)
+            loop.add(job.sequence)
+        loop.finish()
+        return [job.outcome for job in jobs], loop.scheduler.preemptions
+
+    expected, _ = outcomes(0, pages=6, sequences=1)
+    texts = [outcome.tokens for outcome in expected]
+    assert all(len(tokens) == 50 for tokens in texts)
+    assert all(tokens[at + 1 : at + 4] == (1, 2, 3) for tokens in texts for at in range(46) if tokens[at] == 7)
+    assert all(7 in tokens[:6] for tokens in texts)
+    for draft_tokens in (1, 3, 8):
+        made, preemptions = outcomes(draft_tokens, pages=3, sequences=3)
+        assert [outcome.seen for outcome in made] == [outcome.seen for outcome in expected]
+        assert preemptions > 0
 
 
 def test_a_tokenizer_that_cannot_end_thoughts_is_no_ground_for_rules() -> None:
