@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend.answer import _timings
 from backend.drafters.mtp import MTPDrafter
 from backend.engine.cache import PAGE, DeltaNetSlots
 from backend.engine.loop import Loop
@@ -23,7 +24,7 @@ from backend.engine.sequence import Sequence
 from backend.engine.speculation import Speculation
 from backend.interface import ChatRequest, InvalidRequest, SamplingRequest, Step
 from backend.loading import GIB, LocalOptions
-from backend.local import LocalBackend, _timings
+from backend.local import LocalBackend
 from backend.models.config import ModelConfig
 from backend.ops.delta_replay import MAX_ROWS
 from tests import checkpoints, factory
