@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.fake_backend import FakeBackend, Script
+from tests.responses import put_together
 from tests.servers import AppServer, eventually, running_app
 
 URL = "/v1/responses"
@@ -74,49 +75,6 @@ def refused(server: AppServer, given: Any = "Hi", **more: Any) -> dict[str, Any]
     assert len(server.backend.requests) == before
     error: dict[str, Any] = answer.json()["error"]
     return error
-
-
-def put_together(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output items as a client has them that believes in deltas alone, each held to what its end says."""
-    items: list[dict[str, Any]] = []
-    for event in told:
-        kind = event["type"].removeprefix("response.")
-        if kind == "output_item.added":
-            assert event["output_index"] == len(items)
-            items.append(event["item"])
-            assert event["item"].get("content", []) == []
-            assert event["item"].get("arguments", "") == ""
-            continue
-        if "output_index" not in event:
-            continue
-        item = items[event["output_index"]]
-        assert event.get("item_id", item["id"]) == item["id"]
-        match kind:
-            case "content_part.added":
-                assert event["content_index"] == len(item["content"])
-                item["content"].append(event["part"])
-            case "output_text.delta" | "reasoning_text.delta":
-                part = item["content"][event["content_index"]]
-                part["text"] += event["delta"]
-                part.setdefault("logprobs", []).extend(event.get("logprobs", []))
-                if kind == "reasoning_text.delta":
-                    assert part.pop("logprobs") == []
-            case "output_text.done":
-                assert [event["text"], event["logprobs"]] == [item["content"][0][key] for key in ("text", "logprobs")]
-            case "reasoning_text.done":
-                assert event["text"] == item["content"][0]["text"]
-            case "content_part.done":
-                assert event["part"] == item["content"][event["content_index"]]
-            case "function_call_arguments.delta":
-                item["arguments"] += event["delta"]
-            case "function_call_arguments.done":
-                assert event["arguments"] == item["arguments"]
-            case "output_item.done":
-                item["status"] = event["item"]["status"]
-                assert event["item"] == item
-            case other:
-                raise AssertionError(other)
-    return items
 
 
 def said(response: Mapping[str, Any]) -> dict[str, Any]:
