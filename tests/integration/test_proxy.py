@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from serve.settings import SettingsError, load
 from tests.misbehaving_upstream import (
     MODELS,
     Script,
@@ -23,7 +25,7 @@ from tests.misbehaving_upstream import (
     whole,
 )
 from tests.proxied import Proxies, proxies
-from tests.servers import CHAT, AppServer, eventually
+from tests.servers import CHAT, AppServer, Lock, eventually
 
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -430,15 +432,27 @@ def test_a_client_that_opts_out_leaves_counts_alone(upstream, proxy):
     assert server.metric("generation_tokens_total") == 4
 
 
-def test_the_end_leaves_once_the_row_is_committed(upstream, proxy):
-    """The chunk with finish_reason finds its row in the file, streamed and not."""
-    server = proxy()
-    with server.http.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response:
-        for line in response.iter_lines():
-            if '"finish_reason": "stop"' in line:
-                assert len(server.rows()) == 1
-    server.chat()
-    assert len(server.rows()) == 2
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_nothing_that_says_the_end_leaves_before_the_row_is_committed(upstream, proxy, stream_it):
+    server = proxy(capture_commit_timeout=60)
+    lock = Lock(server.capture)
+    lines: list[str] = []
+
+    def read() -> None:
+        with server.http.stream("POST", CHAT, json={"messages": HI, "stream": stream_it}) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    eventually(lambda: server.metric("capture_queue_depth") == 1, 20)
+    assert server.service.running == 1
+    assert not any('"stop"' in line for line in lines)
+    lock.release()
+    reader.join(20)
+    assert sum('"stop"' in line for line in lines) == 1
+    assert [row.status for row in server.rows()] == ["finished"]
+    assert server.metric("capture_late_total") == 0
 
 
 def test_connections_are_used_again(upstream, proxy):
@@ -498,3 +512,10 @@ def test_a_proxy_is_ready_while_its_upstream_answers(upstream, proxy):
     assert server.chat().status_code == 200  # how an upstream is, a request finds out best
     upstream.gets["/health"] = "ok"
     eventually(lambda: server.http.get("/ready").status_code == 200, 20)
+
+
+@pytest.mark.parametrize("option", [{"drafter": "mtp"}, {"device": "cpu"}, {"max_model_len": "9"}])
+def test_what_only_an_engine_has_cannot_be_asked_of_a_proxy(option):
+    (name,) = option
+    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} .*no engine here"):
+        load(upstream="http://host", **option)
