@@ -170,6 +170,13 @@ class ChatCompletionRequest(Generating):
         if len(budgets) > 1:
             raise PydanticCustomError("conflict", "differs from thinking_token_budget", {"at": ("thinking_budget",)})
         tools.check(self.tools, self.tool_choice)
+        if (
+            self.structured_outputs is not None
+            and tools.offered(self.tools, self.tool_choice)["tool_choice"] == "required"
+        ):
+            raise PydanticCustomError(
+                "conflict", "cannot be kept by an answer that has to be a call", {"at": ("structured_outputs",)}
+            )
         return self
 
     @property

@@ -339,6 +339,7 @@ def test_beside_unknown_parameters_a_wrong_one_is_still_refused(serve):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
         ({"thinking_budget": 3, "thinking_token_budget": 4}, "thinking_budget"),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
