@@ -18,6 +18,7 @@ TALK = [
     {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "a tuple?"}]},
 ]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
+TOOL = {"type": "function", "function": {"name": "note", "strict": True, "parameters": SCHEMA}}
 # None of them says its seed.
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "nothing": (LIST, {}),
@@ -31,6 +32,8 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop": (LIST, {"stop": ["mutable", "values"]}),
     "schema": (LIST, {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}),
     "regex": (LIST, {"structured_outputs": {"regex": "[a-z ]{20,40}"}, "temperature": 1.5}),
+    "budget": (LIST, {"thinking_budget": 9, "chat_template_kwargs": {"enable_thinking": True}}),
+    "call": (LIST, {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.5}),
     "prediction": (LIST, {"prediction": {"type": "content", "content": "A list is an ordered bag."}}),
     "salt": ("Lists hold values. " * 20 + LIST, {"cache_salt": "mine", "user": "u", "metadata": {"a": "b"}}),
 }

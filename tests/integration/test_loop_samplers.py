@@ -318,10 +318,6 @@ def test_drafts_are_accepted_and_rejected_under_samplers(ask_both: Ask) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
             "response_format",
         ),
-        (
-            {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": True}},
-            "chat_template_kwargs",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(drafting: ProcessServer, asked: dict[str, Any], param: str) -> None:
