@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -34,6 +34,7 @@ def parse(**body) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"messages": [USER], **body})
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=5), values, max_size=5) | values)
 def test_any_json_is_understood_or_refused_with_a_message(body):
     try:
@@ -78,6 +79,7 @@ FULL = {
 }
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=24, max_size=24))
 def test_unknown_fields_change_nothing_where_they_are_ignored_and_are_named_where_they_are_not(strangers):
     sent = somewhere(FULL, list(strangers))
@@ -93,6 +95,7 @@ def test_unknown_fields_change_nothing_where_they_are_ignored_and_are_named_wher
         assert caught.value.param.endswith("mood")
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=5), values, max_size=5))
 def test_any_body_is_understood_or_refused_where_unknown_fields_are_ignored(body):
     try:
