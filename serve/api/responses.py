@@ -118,7 +118,9 @@ class _Answer:
         except (ApiError, BackendError) as error:
             for step in self.output.close("incomplete"):
                 yield step
-            failure = ResponseError(code="server_error", message=told(error, self.id).message)
+            # A request whose turn came late can still be refused.
+            code = "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+            failure = ResponseError(code=code, message=told(error, self.id).message)
             yield {"type": "response.failed", "response": self._response("failed", error=failure)}
 
     async def _steps(self) -> AsyncIterator[Told]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from backend.interface import ChatEvent, ChatRequest, InvalidRequest
 from tests.fake_backend import FakeBackend, Script
 from tests.responses import put_together
 from tests.servers import AppServer, eventually, running_app
@@ -423,6 +425,20 @@ def test_a_stream_that_fails_says_so_and_keeps_what_came(server: AppServer, scri
     assert last["response"]["error"]["code"] == "server_error"
     assert put_together(middle) == last["response"]["output"] != []
     assert last["response"]["output"][-1]["status"] == "incomplete"
+
+
+def test_a_refusal_that_comes_late_is_told_in_the_stream() -> None:
+    class Slow(FakeBackend):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
+            await asyncio.sleep(1)
+            raise InvalidRequest("too long", param="messages")
+            yield
+
+    with running_app(backend=Slow(), capture="off", sse_keep_alive=0.1) as server:
+        sent = server.http.post(URL, json={"input": "Hi", "stream": True}).text
+    last = json.loads(sent.rpartition("data: ")[2])
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "invalid_prompt", "message": "too long"}
 
 
 def test_a_fault_of_our_own_is_an_error_event(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
