@@ -50,12 +50,13 @@ def constraint(
             f"This model's tokenizer has no {END_THINK}, so that no rule can be kept behind or about its thoughts.",
             param="chat_template_kwargs",
         )
+    if not plan.phases:
+        return Phases(ends, [partial(Free, size, end, budget, on=True)])
     banned = plan.unthinkable | (ends if plan.bound else frozenset())
     before: list[Callable[[], Phase]] = [partial(Free, size, end, budget, banned)]
     if plan.bound:
         before.append(partial(Fixed, size, tokenizer.plain(_AFTER_THOUGHTS)))
-    phases = [*before, *(plan.phases or [partial(Free, size)])]
-    return Phases(ends, phases, None if plan.again is None else len(before) + plan.again)
+    return Phases(ends, [*before, *plan.phases], None if plan.again is None else len(before) + plan.again)
 
 
 def _content(request: ChatRequest, tokenizer: ChatTokenizer, grammars: GrammarCompiler) -> _Plan:

@@ -16,7 +16,7 @@ from torch import Tensor
 from backend.engine import choose_on_device, choose_on_host
 from backend.engine.parameters import SamplingParams
 from backend.engine.processors import Processors
-from backend.text.phases import Matcher
+from backend.text.phases import UNBOUNDED, Matcher
 
 __all__ = ["Matcher", "Sampler", "SamplerBatch", "SamplingParams", "leading"]
 
@@ -56,7 +56,7 @@ class Sampler:
             self._processors.accept(token)
         if self.matcher:
             self.matcher.advance(token)
-            if self.matcher.lifted:
+            if self.matcher.slack == UNBOUNDED:
                 self.matcher = None
 
     def forced(self, limit: int) -> list[int]:
@@ -66,7 +66,7 @@ class Sampler:
     def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Edited copy of logits float32 [R, vocab]; row r follows drafts[: D - R + 1 + r] of int64 [D], tentatively.
 
-        With a grammar R is 1, and the matcher has taken the drafts.
+        With a matcher R is 1 and it has taken the drafts, unless it has slack for them all.
         """
         edited = logits
         if self._processors:
@@ -151,7 +151,7 @@ class SamplerBatch:
         return chosen
 
     def choose_on_device(self, logits: Tensor, drafts: Tensor) -> Tensor:
-        """All rows at once. Drafts are read only for sequences with a grammar."""
+        """All rows at once. Drafts are read only for sequences whose matchers have no slack for them."""
         device, rows = logits.device, logits.shape[1]
         drafts = drafts.to(device, non_blocking=True)
         first = drafts.shape[1] - rows + 1
@@ -161,7 +161,7 @@ class SamplerBatch:
         if not all(sampler.plain for sampler in self._samplers):
             logits = logits.clone()
         for index, sampler in enumerate(self._samplers):
-            if sampler.matcher is not None:
+            if sampler.matcher is not None and sampler.matcher.slack < first + rows:
                 self._constrain(sampler, logits[index], drafts[index], first)
             elif not sampler.plain:
                 logits[index] = sampler.process(logits[index], drafts[index])

@@ -122,7 +122,7 @@ class GrammarCompiler:
 class GrammarMatcher:
     """One answer's progress, a `backend.text.phases.Matcher`. The ends of text are the caller's to allow."""
 
-    lifted = False
+    slack = 0
 
     def __init__(self, compiled: LLMatcher, text: NDArray[np.bool_], ends: frozenset[int]) -> None:
         self._compiled, self._text, self.ends = compiled, text, ends

@@ -5,6 +5,7 @@ Each phase is a stack of tokens that can be taken back, across any border. Knows
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Allowed = NDArray[np.bool_]
+UNBOUNDED = sys.maxsize
 
 
 class Phase(Protocol):
@@ -30,8 +32,8 @@ class Phase(Protocol):
         """Nothing more goes into it."""
 
     @property
-    def lifted(self) -> bool:
-        """Everything may come from here on, whatever comes."""
+    def slack(self) -> int:
+        """How many tokens, whatever they are, nothing need be known of: all may come, ends of text too."""
 
     def allowed(self) -> Allowed | None:
         """Which ids of text may come next: bool [vocabulary of the tokenizer]. None: every id, ends of text too."""
@@ -57,54 +59,68 @@ class Matcher(Phase, Protocol):
 class Free:
     """Any tokens, up to and including `until`, which is forced after `most` others.
 
-    `banned` may not come: the ends of text, say, where an answer may not end in here.
+    `banned` may not come: the ends of text, say, where an answer may not end in here. `on`: it goes on after `until`,
+    at rest.
     """
 
     def __init__(
-        self, size: int, until: int | None = None, most: int | None = None, banned: frozenset[int] = frozenset()
+        self,
+        size: int,
+        until: int | None = None,
+        most: int | None = None,
+        banned: frozenset[int] = frozenset(),
+        *,
+        on: bool = False,
     ) -> None:
         """`size`: of the tokenizer's vocabulary. `most` needs `until`."""
-        self._size, self._until, self._most, self._banned = size, until, most, banned
+        self._size, self._until, self._most, self._banned, self._on = size, until, most, banned, on
         self._taken = 0
-        self._over = False
+        self._before: int | None = None  # how many came before `until`, once it has come
 
     failure = None
 
     @property
     def accepts(self) -> bool:
-        return self._over or not (self._banned or self.forced())
+        return self.finished or not (self._banned or self.forced())
 
     @property
     def finished(self) -> bool:
-        return self._over
+        return self._before is not None and not self._on
 
     @property
-    def lifted(self) -> bool:
-        return self._until is None and not self._banned
+    def slack(self) -> int:
+        if self._banned or self.finished:
+            return 0
+        if self._before is not None or self._until is None:
+            return UNBOUNDED
+        if not self._on:
+            return 0
+        return UNBOUNDED if self._most is None else max(self._most - self._taken, 0)
 
     def allowed(self) -> Allowed | None:
-        if self._over:
+        if self.finished:
             return _ids(self._size, ())
         if forced := self.forced():
             return _ids(self._size, forced)
         return ~_ids(self._size, self._banned) if self._banned else None
 
     def advance(self, token: int) -> bool:
-        if self._over or not 0 <= token < self._size or token in self._banned:
+        if self.finished or not 0 <= token < self._size or token in self._banned:
             return False
         if (forced := self.forced()) and token not in forced:
             return False
-        self._over = token == self._until
+        if token == self._until and self._before is None:
+            self._before = self._taken
         self._taken += 1
         return True
 
     def rollback(self, count: int) -> None:
-        if count:
-            self._taken -= count
-            self._over = False  # `until` is always the last
+        self._taken -= count
+        if self._before is not None and self._taken <= self._before:
+            self._before = None
 
     def forced(self) -> list[int]:
-        if self._until is None or self._most is None or self._over or self._taken < self._most:
+        if self._until is None or self._most is None or self._before is not None or self._taken < self._most:
             return []
         return [self._until]
 
@@ -117,7 +133,7 @@ class Fixed:
         self._size, self._tokens, self._taken = size, tuple(tokens), 0
 
     failure = None
-    lifted = False
+    slack = 0
 
     @property
     def accepts(self) -> bool:
@@ -152,7 +168,7 @@ class Either:
         self._way: Phase | None = None
         self._taken = 0
 
-    lifted = False
+    slack = 0
 
     @property
     def failure(self) -> str | None:
@@ -217,8 +233,8 @@ class Phases:
         return self._now.finished
 
     @property
-    def lifted(self) -> bool:
-        return self._now.lifted
+    def slack(self) -> int:
+        return self._now.slack
 
     def allowed(self) -> Allowed | None:
         return self._now.allowed()

@@ -113,7 +113,7 @@ KINDS: dict[str, Callable[[], Matcher | None]] = {
 
 def state(matcher: Matcher) -> tuple[Any, ...]:
     mask = matcher.allowed()
-    told = matcher.accepts, matcher.finished, matcher.lifted, matcher.failure, matcher.forced()
+    told = matcher.accepts, matcher.finished, matcher.slack, matcher.failure, matcher.forced()
     return None if mask is None else mask.tobytes(), *told
 
 
@@ -245,6 +245,23 @@ def test_thoughts_that_end_in_time_are_left_alone() -> None:
     for token in ids("no</think>"):
         sampler.accept(token)
     assert sampler.plain
+
+
+def test_far_from_their_budget_thoughts_read_no_value_on_the_way_from_logits_to_tokens() -> None:
+    """Traced on a device without data, where reading a value is an error."""
+    meta = torch.device("meta")
+    for penalty in (0.0, 0.5):
+        params = SamplingParams(seed=1, presence_penalty=penalty)
+        sampler = Sampler(params, tokenizer().vocab_size, (), matcher_of(THINKING, thinking_budget=5))
+        batch = SamplerBatch([sampler], [7])
+        for _ in range(3):
+            batch.draft(torch.empty(1, sampler.vocab, device=meta))
+        drafts = torch.empty(1, 3, dtype=torch.int64, device=meta)
+        assert batch.verify(torch.empty(1, 4, sampler.vocab, device=meta), drafts).shape == (1, 4)
+        sampler.accept(9)
+        sampler.accept(9)
+        with pytest.raises(NotImplementedError):
+            batch.verify(torch.empty(1, 4, sampler.vocab, device=meta), drafts)
 
 
 def test_what_nothing_is_asked_of_has_no_matcher() -> None:
