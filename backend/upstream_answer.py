@@ -142,7 +142,7 @@ class Books:
         for delta in deltas:
             call = mine.calls.get(delta.index) or ToolCall(delta.id or "", delta.name or "", "")
             mine.calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
-        ids = _ids(choice.get("token_ids")) or _ids(choice.get("tokens")) or _ids(chunk.get("tokens")) or ()
+        ids = next((found for place in _places(choice, chunk) if (found := _ids(place))), ())
         mine.ids += ids
         mine.logprobs += _logprobs(choice.get("logprobs"))
         prompt_ids = _ids(choice.get("prompt_token_ids")) or _ids(chunk.get("prompt_token_ids"))
@@ -203,6 +203,13 @@ class Books:
             tool_calls=tuple(call for _, call in sorted(choice.calls.items())),
             upstream=Upstream(prompt_told=bool(prompt_ids), completion_told=told),
         )
+
+
+def _places(choice: Mapping[str, Any], chunk: Mapping[str, Any]) -> list[Any]:
+    """Where token ids may stand: vLLM's, then llama.cpp's, whose last are those of a server told to be verbose."""
+    verbose = chunk.get("__verbose")
+    further = verbose.get("tokens") if isinstance(verbose, Mapping) else None
+    return [choice.get("token_ids"), choice.get("tokens"), chunk.get("tokens"), further]
 
 
 def _prompts(raw: Mapping[str, Any]) -> list[Any]:

@@ -342,6 +342,10 @@ def test_llama_cpps_tokens_are_ids_too(upstream, proxy):
     server = proxy()
     assert ours(server, streamed(server)) == [chunk("a"), chunk("b"), chunk(finish="stop")]
     assert list(server.rows()[0].completion_tokens) == [3, 4]
+    told = completion("ab", __verbose={"tokens": [5, 6]})
+    upstream.say(plain(told))
+    assert ours(server, [server.chat().json()]) == [told]
+    assert list(server.rows()[1].completion_tokens) == [5, 6]
 
 
 def test_ids_that_are_not_all_of_them_are_none(upstream, proxy):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.interface import BackendError, Fingerprints
@@ -28,16 +28,24 @@ prompt_tokens completion_tokens prompt_tokens_details cached_tokens error code o
 """
 NAMES = st.sampled_from(FIELDS.split())
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=3) | st.just("error"),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**400)
+    | st.floats()
+    | st.text("aü🌍\ud83d", max_size=3)
+    | st.just("error"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 )
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are shared
 CHOICES = st.lists(st.dictionaries(NAMES, ANYTHING, max_size=6) | ANYTHING, max_size=3)
 CHUNKS = st.dictionaries(NAMES, ANYTHING, max_size=5).flatmap(
     lambda chunk: CHOICES.map(lambda choices: {**chunk, "choices": choices}) | st.just(chunk)
 )
 
 
+@PATIENT
 @given(st.lists(CHUNKS, max_size=4), st.dictionaries(NAMES | st.sampled_from(["prompt", "n", "seed"]), ANYTHING))
 def test_no_shape_is_too_odd_to_be_kept(chunks, raw):
     books = Books(raw, PRINTS)
@@ -49,6 +57,7 @@ def test_no_shape_is_too_odd_to_be_kept(chunks, raw):
         assert row["drafter"] == "upstream"
 
 
+@PATIENT
 @given(CHUNKS)
 def test_hiding_what_nobody_sent_changes_nothing(chunk):
     fields = {"usage", *(name for names in IDS.values() for name in names)}
@@ -65,9 +74,10 @@ def test_bytes_are_a_json_object_or_nothing(data):
     assert value is None or isinstance(value, dict)
 
 
-WORDS = st.lists(st.text(max_size=4), max_size=4)
+WORDS = st.lists(st.text("aü🌍\n", max_size=4), max_size=4)
 
 
+@PATIENT
 @given(WORDS, WORDS, st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3), max_size=4))
 def test_a_stream_adds_up_to_the_whole_answer(thoughts, words, ids):
     said = [{"reasoning_content": one} for one in thoughts] + [{"content": one} for one in words]

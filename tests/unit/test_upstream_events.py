@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.upstream_events import EventReader, EventTooLong
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are shared
 LINE_ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 DATA = st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line and b"\r" not in line), min_size=1)
 
@@ -17,6 +18,7 @@ def read(pieces: list[bytes], limit: int = 10**6) -> list[bytes]:
     return [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
 
 
+@PATIENT
 @given(st.lists(DATA, max_size=4), LINE_ENDS, st.data())
 def test_events_do_not_depend_on_the_pieces_they_arrive_in(events, end, data):
     text = b"".join(b": hello" + end + b"".join(b"data: " + line + end for line in lines) + end for lines in events)
@@ -25,6 +27,7 @@ def test_events_do_not_depend_on_the_pieces_they_arrive_in(events, end, data):
     assert read(pieces) == [b"\n".join(lines) for lines in events] == read([bytes([byte]) for byte in text])
 
 
+@PATIENT
 @given(st.lists(st.binary(max_size=30)))
 def test_no_bytes_are_too_odd_to_read(pieces):
     assert read(pieces) == read([b"".join(pieces)])
