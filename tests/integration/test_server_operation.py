@@ -273,7 +273,7 @@ def test_an_engine_that_crashes_is_restarted_once(small_checkpoint, tmp_path):
     flag, capture = tmp_path / "flag", tmp_path / "capture.db"
     code = CRASHING.replace("FLAG", repr(str(flag)))
     command = [sys.executable, "-c", code, "--model", str(small_checkpoint), "--threads", "1", "--log-level", "error"]
-    body = {"messages": [USER], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body = {"messages": [USER], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     with running_process(command, capture) as server:
         before = server.http.post(CHAT, json=body).json()["choices"][0]["message"]
         flag.touch()
