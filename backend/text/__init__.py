@@ -1,1 +1,1 @@
-"""Text in, token ids out, and back: template, tokenizer, detokenizer, stop strings, reasoning."""
+"""Text in, token ids out, and back: template, tokenizer, detokenizer, stop strings, grammars, reasoning, tool calls."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backend.interface import ToolCall, ToolCallDelta
+from backend.text.call_arguments import Arguments
 from backend.text.markup import LONGEST_NAME, NAME, SPACE, tags
-from backend.text.tool_schemas import TEXT, Types, as_json, parameter_types, strict_json
+from backend.text.tool_schemas import parameter_types, strict_json
 
 _CALL, _CALL_END, _END_THINK = "<tool_call>", "</tool_call>", "</think>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -51,16 +52,6 @@ class Parsed:
         return Parsed(self.content + more.content, self.calls + more.calls)
 
 
-@dataclass
-class _Call:
-    index: int | None  # None: one too many, told to nobody
-    id: str
-    name: str
-    types: Mapping[str, Types]
-    keys: set[str] = field(default_factory=set)
-    arguments: list[str] = field(default_factory=list)
-
-
 class ToolCallParser:
     """Joined, what it tells is the same whatever the pieces a text comes in.
 
@@ -77,71 +68,51 @@ class ToolCallParser:
         self._parallel = parallel
         self._held = ""  # text not understood yet
         self._read: Callable[[], bool] = self._content
+        self._prose = _Prose()
         self._told: list[_Call] = []
         self._call: _Call | None = None
-        self._called = False
-        self._blank = ""  # white space that is content if more follows it
-        self._skips_blank = False  # there was white space before the last call: what comes after it adds nothing
-        self._spoken = False
-        self._value: list[str] | None = None  # a parameter's text, where it is not told bit by bit
-        self._value_types = TEXT
-        self._key = ""
-        self._repeated = False  # the parameter had a value before
         self._json: list[str] = []
-        self._new_content: list[str] = []
-        self._new_calls: list[ToolCallDelta] = []
+        self._news: list[ToolCallDelta] = []
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """Every call so far."""
-        return tuple(ToolCall(call.id, call.name, "".join(call.arguments)) for call in self._told)
+        return tuple(ToolCall(call.id, call.name, "".join(call.told)) for call in self._told)
 
     def push(self, text: str) -> Parsed:
         """What `text` makes certain."""
         self._held += text
-        self._read_on()
-        return self._news()
+        while self._read():
+            pass
+        calls, self._news = tuple(self._news), []
+        return Parsed(self._prose.take(), calls)
 
     def finish(self, *, cut: bool) -> Parsed:
         """The rest, once no text follows. `cut`: the model had not ended, so an unfinished call stays unfinished."""
+        before = Parsed()
         if self._read == self._json_call:
             block, self._held = "".join(self._json) + self._held, ""
             if not self._take_json(block) and not cut:
-                self._held = block
-                self._read_on()
+                before = self.push(block)
         if self._read == self._content:
-            if not self._called:
-                self._say(self._held)
+            self._prose.finish(self._held)
         elif self._call is not None and not cut:
-            if self._read != self._function:
-                self._end_value()
-            self._end_call()
-        if not self._called:
-            self._new_content.append(self._blank)
-        self._blank = ""
-        return self._news()
-
-    def _news(self) -> Parsed:
-        news = Parsed("".join(self._new_content), tuple(self._new_calls))
-        self._new_content, self._new_calls = [], []
-        return news
-
-    def _read_on(self) -> None:
-        while self._read():
-            pass
+            self._tell(self._call.arguments.end())
+        self._held = ""
+        return before + self.push("")
 
     # Each of these reads what it can of the text held; False where it needs more.
 
     def _content(self) -> bool:
         before, tag, name = self._next(_IN_CONTENT)
-        self._say(before)
+        self._prose.say(before)
         if name == "call":
             self._read = self._opened
         elif name == "function":
             if (function := _name(tag)) in self._types:
                 self._begin_call(function)
             else:
-                self._say(tag)
+                self._prose.say(tag)
         return name is not None
 
     def _opened(self) -> bool:
@@ -169,7 +140,7 @@ class ToolCallParser:
             self._held = self._held[1:]
             self._begin_call(name.strip())
         else:
-            self._say(_FUNCTION + name)
+            self._prose.say(_FUNCTION + name)
             self._read = self._content
         return True
 
@@ -185,13 +156,14 @@ class ToolCallParser:
         """Between parameters, where nothing else means anything."""
         _, tag, name = self._next(_IN_FUNCTION)
         if name == "parameter":
-            self._begin_value(_name(tag))
+            self._tell(self._current.arguments.begin_value(_name(tag)))
+            self._read = self._value_start
         elif name is not None:
             self._end_call()
             if name == "function":
                 self._begin_call(_name(tag))
-            else:
-                self._read = self._opened if name == "call" else self._content
+            elif name == "call":
+                self._read = self._opened
         return name is not None
 
     def _value_start(self) -> bool:
@@ -203,14 +175,15 @@ class ToolCallParser:
 
     def _value_text(self) -> bool:
         before, tag, name = self._next(_IN_VALUE)
-        self._add_to_value(before)
+        arguments = self._current.arguments
+        self._tell(arguments.add(before))
         if name is None:
             return False
-        if name == "parameter" and not self._expects(_name(tag)):
-            self._add_to_value(tag)
+        if name == "parameter" and not arguments.expects(_name(tag)):
+            self._tell(arguments.add(tag))
             return True
         self._held = tag.removeprefix("\n").removeprefix(_PARAMETER_END) + self._held
-        self._end_value()
+        self._tell(arguments.end_value())
         self._read = self._function
         return True
 
@@ -224,31 +197,22 @@ class ToolCallParser:
         self._held = self._held[found.end() if found.lastgroup else found.start() :]
         return before, found[0], found.lastgroup
 
-    # What was read becomes content and calls.
-
-    def _say(self, text: str) -> None:
-        if self._skips_blank:
-            text = text.lstrip()
-            self._skips_blank = not text
-        self._blank += text
-        if certain := self._blank.rstrip():
-            self._blank = self._blank[len(certain) :]
-            self._new_content.append(certain.lstrip() if self._called and not self._spoken else certain)
-            self._spoken = True
+    # What was read becomes calls.
 
     def _begin_call(self, name: str) -> None:
-        index = len(self._told) if self._parallel or not self._told else None
-        self._call = _Call(index, f"call_{secrets.token_hex(12)}", name, self._types.get(name, {}))
-        self._called = True
-        self._skips_blank = bool(self._blank)
+        wanted = self._parallel or not self._told
+        arguments = Arguments(self._types.get(name, {}))
+        self._call = _Call(len(self._told) if wanted else None, f"call_{secrets.token_hex(12)}", name, arguments)
+        self._prose.interrupt()
         self._read = self._function
-        if index is not None:
+        if self._call.index is not None:
             self._told.append(self._call)
-            self._new_calls.append(ToolCallDelta(index, id=self._call.id, name=name))
+            self._news.append(ToolCallDelta(self._call.index, id=self._call.id, name=name))
 
     def _end_call(self) -> None:
-        self._argue("}" if self._call and self._call.arguments else "{}")
+        self._tell(self._current.arguments.end())
         self._call = None
+        self._read = self._content
 
     def _take_json(self, block: str) -> bool:
         """Tell a call spelled as JSON; False where it is none, and so may be content."""
@@ -265,57 +229,70 @@ class ToolCallParser:
         if not (isinstance(name, str) and name and name.isprintable() and spelled.startswith("{")):
             return False
         self._begin_call(name)
-        self._argue(spelled)
+        self._tell(spelled)
         self._call = None
         self._read = self._content
         return True
 
-    def _expects(self, key: str) -> bool:
+    @property
+    def _current(self) -> _Call:
         assert self._call is not None
-        return key not in self._call.keys and (not self._call.types or key in self._call.types)
+        return self._call
 
-    def _begin_value(self, key: str) -> None:
-        assert self._call is not None
-        self._read = self._value_start
-        self._repeated = key in self._call.keys
-        self._value_types = self._call.types.get(key, TEXT)
-        self._value = None if self._value_types == TEXT else []
-        if not self._repeated:
-            self._call.keys.add(key)
-            self._key = json.dumps(key, ensure_ascii=False)
-            if self._value is None:
-                self._argue_key()
-                self._argue('"')
-
-    def _add_to_value(self, text: str) -> None:
-        if self._value is not None:
-            self._value.append(text)
-        elif text and not self._repeated:
-            self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
-
-    def _end_value(self) -> None:
-        if self._repeated:
+    def _tell(self, arguments: str) -> None:
+        self._current.told.append(arguments)
+        if (index := self._current.index) is None or not arguments:
             return
-        if self._value is None:
-            self._argue('"')
+        if self._news and self._news[-1].index == index:
+            last = self._news.pop()
+            self._news.append(replace(last, arguments=last.arguments + arguments))
         else:
-            self._argue_key()
-            self._argue(as_json("".join(self._value), self._value_types))
+            self._news.append(ToolCallDelta(index, arguments))
 
-    def _argue_key(self) -> None:
-        assert self._call is not None
-        self._argue(f"{', ' if self._call.arguments else '{'}{self._key}: ")
 
-    def _argue(self, piece: str) -> None:
-        assert self._call is not None
-        self._call.arguments.append(piece)
-        if (index := self._call.index) is None:
-            return
-        if self._new_calls and self._new_calls[-1].index == index:
-            last = self._new_calls.pop()
-            self._new_calls.append(replace(last, arguments=last.arguments + piece))
-        else:
-            self._new_calls.append(ToolCallDelta(index, arguments=piece))
+@dataclass
+class _Call:
+    index: int | None  # None: one too many, told to nobody
+    id: str
+    name: str
+    arguments: Arguments
+    told: list[str] = field(default_factory=list)
+
+
+class _Prose:
+    """The content around calls, without the white space next to them where nothing else stands on that side."""
+
+    def __init__(self) -> None:
+        self._blank = ""  # content if more follows it
+        self._called = self._spoken = False
+        self._skips_blank = False  # there was white space before the last call: what comes after it adds nothing
+        self._new: list[str] = []
+
+    def say(self, text: str) -> None:
+        if self._skips_blank:
+            text = text.lstrip()
+            self._skips_blank = not text
+        self._blank += text
+        if certain := self._blank.rstrip():
+            self._blank = self._blank[len(certain) :]
+            self._new.append(certain.lstrip() if self._called and not self._spoken else certain)
+            self._spoken = True
+
+    def interrupt(self) -> None:
+        """By a call."""
+        self._called, self._skips_blank = True, bool(self._blank)
+
+    def finish(self, rest: str) -> None:
+        """`rest` might have become a tag; behind a call it is none of the content."""
+        if not self._called:
+            self.say(rest)
+            self._new.append(self._blank)
+            self._blank = ""
+
+    def take(self) -> str:
+        """What is new since the last time."""
+        new, self._new = "".join(self._new), []
+        return new
 
 
 def _name(tag: str) -> str:
