@@ -225,12 +225,12 @@ def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path, command: list[str
 
 def test_an_interrupted_export_leaves_no_traceback_and_no_folder(path: Path, tmp_path: Path) -> None:
     script = """
-import os, signal, capture.cli as cli
-real = cli.export_npz
+import os, signal, capture.cli as cli, capture.commands.export as command
+real = command.export_npz
 def interrupted(store, folder, **options):
     options["on_row"] = lambda: os.kill(os.getpid(), signal.SIGINT)
     return real(store, folder, **options)
-cli.export_npz = interrupted
+command.export_npz = interrupted
 cli.main()
 """
     command = [sys.executable, "-c", script, "export", "--to", "npz", "--out", "out", "--capture", str(path)]

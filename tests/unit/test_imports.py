@@ -23,7 +23,7 @@ MODEL = {"torch", "transformers", "tokenizers", "safetensors", "huggingface_hub"
 MUST_NOT_KNOW = {
     "serve": {*MODEL, "numpy", "sqlite3", "sqlite_utils"},
     "backend": {*WEB, "sqlite3", "sqlite_utils", "prometheus_client", "typer"},
-    "capture": {*MODEL, *WEB, "httpx"},
+    "capture": {*MODEL, *WEB},
     "training": {*WEB, "sqlite3", "sqlite_utils"},
 }
 MOST_LINES = 400

@@ -1,0 +1,1 @@
+"""The commands of `capture`, one a module, and what they share towards a terminal."""
