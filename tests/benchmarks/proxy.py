@@ -128,6 +128,8 @@ def litellm(command: Path, url: str, directory: Path) -> Iterator[str]:
     config.write_text(
         f"model_list:\n  - model_name: {MODEL}\n    litellm_params:\n"
         f"      model: openai/{MODEL}\n      api_base: {url}/v1\n      api_key: none\n"
+        # Neither proxy asks for a key here: both listen to this machine alone.
+        "general_settings:\n  dangerously_permit_weak_or_unset_master_key: true\n"
     )
     output = (directory / "litellm.log").open("w")
     arguments = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
