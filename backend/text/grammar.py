@@ -72,17 +72,13 @@ class GrammarCompiler:
 
         `begun`: the token that begins the first call is there already. Raises InvalidRequest as `matcher` does.
         """
-        if not self._ends:
-            raise _invalid_tools("the model has no end of text")
-        tags = [
-            json.dumps(tag) if token is None else f"<[{token}]>"  # as llguidance spells text, and a token of its own
-            for tag, token in self._tags.items()
-        ]
         try:
-            source = tool_grammar.source(tools, *tags, many=many, begun=begun)
+            compiled = self._compiled_calls(json.dumps(tools), many, begun)
+        except RecursionError:
+            raise _invalid_tools("they are nested too deeply") from None
         except ValueError as error:
             raise _invalid_tools(str(error)) from None
-        return GrammarMatcher(self._compiled_calls(source), self._text_and_tags, self._ends)
+        return GrammarMatcher(compiled, self._text_and_tags, self._ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._ends:
@@ -95,11 +91,24 @@ class GrammarCompiler:
         except ValueError as error:
             raise _invalid(grammar, str(error)) from None
 
-    def _compile_calls(self, source: str) -> LLMatcher:
+    def _compile_calls(self, tools: str, many: bool, begun: bool) -> LLMatcher:
+        """Raises ValueError."""
+        if not self._ends:
+            raise ValueError("the model has no end of text")
+        begin, end = (
+            json.dumps(tag) if token is None else f"<[{token}]>"  # as llguidance spells text, and a token of its own
+            for tag, token in self._tags.items()
+        )
+        exact, plain = (
+            tool_grammar.source(json.loads(tools), begin, end, many=many, begun=begun, exact=exact)
+            for exact in (True, False)
+        )
         try:
-            return self._built(LLMatcher.grammar_from_lark(source), self._text_and_tags)
-        except ValueError as error:
-            raise _invalid_tools(str(error)) from None
+            return self._built(LLMatcher.grammar_from_lark(exact), self._text_and_tags)
+        except ValueError:
+            if plain == exact:
+                raise
+            return self._built(LLMatcher.grammar_from_lark(plain), self._text_and_tags)
 
     def _built(self, source: str, text: NDArray[np.bool_]) -> LLMatcher:
         """Raises ValueError."""

@@ -34,15 +34,15 @@ _OF_TYPE = {
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 
 
-def source(tools: Sequence[Mapping[str, Any]], begin: str, end: str, *, many: bool, begun: bool) -> str:
+def source(tools: Sequence[Mapping[str, Any]], begin: str, end: str, *, many: bool, begun: bool, exact: bool) -> str:
     """Calls of `tools`, OpenAI's objects: one, or with `many` some. `begin` and `end`: the tags, as Lark spells them.
 
     With `begun`, after its first tag, the model itself chose to call: of functions that are not strict the name alone
-    is held to. Patterns and lengths of text count where a function is strict. Raises ValueError in one line, naming
-    the function.
+    is held to. `exact`: patterns and lengths of text count for all functions, not for strict ones alone. Raises
+    ValueError in one line, naming the function.
     """
     rules = _Rules()
-    names = [rules.add(_function(rules, tool["function"], loosely=begun)) for tool in tools]
+    names = [rules.add(_function(rules, tool["function"], loosely=begun, exact=exact)) for tool in tools]
     call = f'"\\n" {_any_of(names)} "\\n" {end}'
     more = f' ("\\n" {begin} {call})*' if many else ""
     return "\n".join([f"start: {'' if begun else begin} {call}{more}", *rules.lines, ""])
@@ -71,12 +71,12 @@ class _Rules:
             raise ValueError("the schemas up to here are too large")
 
 
-def _function(rules: _Rules, function: Mapping[str, Any], *, loosely: bool) -> str:
+def _function(rules: _Rules, function: Mapping[str, Any], *, loosely: bool, exact: bool) -> str:
     name, schema, strict = function["name"], function.get("parameters"), function.get("strict") is True
     if loosely and not strict:
         schema = {}
     try:
-        parameters = "" if schema is None else _parameters(rules, schema, strict)
+        parameters = "" if schema is None else _parameters(rules, _Document(schema, strict, exact or strict))
     except RecursionError:
         raise ValueError(f"{name}: the schema of its parameters refers to itself or is nested too deeply") from None
     except ValueError as error:
@@ -84,13 +84,12 @@ def _function(rules: _Rules, function: Mapping[str, Any], *, loosely: bool) -> s
     return f'{_text(f"<function={name}>")} "\\n" {parameters} "</function>"'
 
 
-def _parameters(rules: _Rules, schema: Any, strict: bool) -> str:
-    document = _Document(schema, strict)
-    schema = document.resolved(schema)
+def _parameters(rules: _Rules, document: _Document) -> str:
+    schema = document.resolved(document.root)
     if not isinstance(schema, Mapping):
         raise ValueError("the schema of its parameters is not an object")
     properties, required = schema.get("properties"), schema.get("required", [])
-    if properties is None and not strict:
+    if properties is None and not document.strict:
         value = document.value(rules, schema.get("additionalProperties", True))
         return f'("<parameter=" /[^<>\\s]+/ ">\\n" {value})*' if value else ""
     if not isinstance(properties, Mapping) or not isinstance(required, list):
@@ -133,10 +132,14 @@ class _Json:
 
 @dataclass(frozen=True)
 class _Document:
-    """The schema of a function's parameters, which its references point into."""
+    """The schema of a function's parameters, which its references point into.
+
+    `strict`: nothing in it is left out. `exact`: neither are patterns and lengths of text.
+    """
 
     root: Any
     strict: bool
+    exact: bool
 
     def value(self, rules: _Rules, schema: Any) -> str:
         """What matches a value of that schema and its end; empty where there is none."""
@@ -197,12 +200,12 @@ class _Document:
             yield from forms
 
     def _regexes(self, schema: Mapping[str, Any]) -> Iterator[str]:
-        if self.strict and "pattern" in schema:
+        if self.exact and "pattern" in schema:
             yield _whole_pattern(str(schema["pattern"]))
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if not isinstance(least, int) or not (isinstance(most, int) or most == ""):
             raise ValueError("a length is not an integer")
-        if self.strict and (least or most != ""):
+        if self.exact and (least or most != ""):
             yield f"(?s:.{{{least},{most}}})"
 
     def resolved(self, schema: Any) -> Any:

@@ -112,7 +112,8 @@ def test_a_value_is_written_by_its_type(schema: Any, good: list[str], bad: list[
         assert not allows(schema, value, definitions=TREE, strict=strict), value
 
 
-def test_a_values_text_has_the_form_that_strict_asks_for() -> None:
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_a_values_text_has_the_form_that_its_schema_asks_for(strict: bool) -> None:
     pattern = {"type": "string", "pattern": "^[a-z]+/[0-9]{2}$"}
     length = {"type": "string", "minLength": 2, "maxLength": 4}
     for schema, good, bad in (
@@ -123,8 +124,14 @@ def test_a_values_text_has_the_form_that_strict_asks_for() -> None:
         ({**length, "type": ["string", "null"]}, ["abc", "null"], ["abcdef"]),
     ):
         for value in (*good, *bad):
-            assert allows(schema, value, strict=True) is (value in good), value
-            assert allows(schema, value)
+            assert allows(schema, value, strict=strict) is (value in good), value
+
+
+@pytest.mark.parametrize("form", [{"pattern": "^(?=a)"}, {"pattern": "("}, {"minLength": 9000}], ids=str)
+def test_a_form_that_cannot_be_kept_is_left_aside_unless_it_is_strict(form: dict[str, Any]) -> None:
+    assert allows({"type": "string", **form}, "anything")
+    with pytest.raises(InvalidRequest):
+        allows({"type": "string", **form}, "anything", strict=True)
 
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}, "c d": {"type": "boolean"}}
