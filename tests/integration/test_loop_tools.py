@@ -82,8 +82,8 @@ def test_an_answer_cut_off_anywhere_is_told_as_far_as_it_got(drafting: ProcessSe
     text = f"I look.\n{ROME}"
     length = whole(drafting.openai, QUESTION, **saying(text)).usage["completion_tokens"]
     seen = set()
-    for limit in range(1, length - 1, 2):
-        ask = streamed if limit % 4 == 1 else whole
+    for limit in range(1, length - 1, 3):
+        ask = streamed if limit % 2 else whole
         answer = ask(drafting.openai, QUESTION, **saying(text), max_tokens=limit)
         parser = ToolCallParser([WEATHER])
         content = parser.push(text_of(drafting, answer)).content + parser.finish(cut=True).content
