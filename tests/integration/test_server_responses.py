@@ -199,6 +199,7 @@ def test_what_is_asked_for_reaches_the_backend(server: AppServer) -> None:
         cache_salt="s",
         reasoning={"effort": "none"},
         thinking_token_budget=9,
+        parallel_tool_calls=False,
         text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}},
     )
     (request,) = server.backend.requests
@@ -206,7 +207,7 @@ def test_what_is_asked_for_reaches_the_backend(server: AppServer) -> None:
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0, 0.5, 5, 0.1, 7)
     assert (asked.stop, asked.max_tokens, request.cache_salt) == (("END",), 3, "s")
     assert request.template_kwargs == {"enable_thinking": False}
-    assert request.thinking_budget == 9
+    assert (request.thinking_budget, request.parallel_tool_calls) == (9, False)
     assert asked.grammar is not None
     assert (asked.grammar.kind, json.loads(asked.grammar.source)) == ("json_schema", schema)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from backend.interface import ChatEvent, GenerationFailed, ToolCallDelta
+from backend.interface import ChatEvent, GenerationFailed, TokenInfo, ToolCallDelta
 from serve.errors import from_validation
 from serve.response_items import Output
 from serve.schemas.response_input import ITEMS
@@ -148,3 +148,47 @@ def test_a_backend_that_goes_back_to_an_ended_call_is_not_believed() -> None:
     list(output.add(begun))
     with pytest.raises(GenerationFailed):
         list(output.add(ChatEvent(tool_calls=(ToolCallDelta(0, "{}"),))))
+
+
+def token(text: str) -> TokenInfo:
+    return TokenInfo(0, text, text.encode(), -1.0)
+
+
+CALL = ChatEvent(tool_calls=(ToolCallDelta(0, id="a", name="f"),))
+
+
+@pytest.mark.parametrize(
+    ("events", "texts"),
+    [
+        # The text of the second comes with the third; of the last there is none.
+        (
+            [
+                ChatEvent(content="a", tokens=(token("a"),)),
+                ChatEvent(tokens=(token("b"),)),
+                ChatEvent(content="bc", tokens=(token("c"),)),
+                ChatEvent(tokens=(token("<end>"),)),
+            ],
+            [["a", "b", "c", "<end>"]],
+        ),
+        ([ChatEvent(tokens=(token("<end>"),))], [["<end>"]]),
+        ([ChatEvent(tokens=(token(" "),)), CALL], []),
+        ([ChatEvent(tokens=(token(" "),)), CALL, ChatEvent(content="a", tokens=(token("a"),))], [["a"]]),
+    ],
+    ids=["held back", "nothing said", "a call alone", "a call between"],
+)
+def test_a_message_tells_of_its_own_tokens_each_once(events: list[ChatEvent], texts: list[list[str]]) -> None:
+    output = Output("row", logprobs=True)
+    steps = [step for event in events for step in output.add(event)] + list(output.close("completed"))
+    items = put_together(json.loads(_EVENTS.dump_json(steps)))
+    assert items == [item.model_dump() for item in output.items]
+    found = [part["logprobs"] for item in items if item["type"] == "message" for part in item["content"]]
+    assert [[one["token"] for one in told] for told in found] == texts
+
+
+def test_the_model_thinks_anew_in_a_new_turn() -> None:
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    history = [{"role": "user", "content": "Hi"}, {**call, "call_id": "a"}, thought, {**call, "call_id": "b"}]
+    _, first, second = ResponsesRequest(input=history).messages
+    assert ("reasoning_content" in first, second["reasoning_content"]) == (False, "hm")
+    assert [[one["id"] for one in turn["tool_calls"]] for turn in (first, second)] == [["a"], ["b"]]
