@@ -103,7 +103,7 @@ def test_every_request_is_one_line_of_json_without_what_was_said(serve_process):
     assert (unknown["status"], unknown["client"]) == (401, None)
     text = "".join(server.output)
     assert '-H "Authorization: Bearer $KEY"' in text, "how to ask it"
-    for secret in (SECRET, "quick", "the-key", "world", "\x1b"):
+    for secret in (SECRET, "quick", "the-key", "Hel", "bye", "\x1b"):
         assert secret not in text, "the log tells too much"
 
 
@@ -147,7 +147,7 @@ def test_lines_outside_of_requests_are_json_too(capsys):
     before = root.handlers[:], root.level
     root.handlers.clear()
     try:
-        logs.configure("info", "json")
+        logs.configure("debug", "json")
         logging.getLogger("anybody").warning("so %s", "it is")
         logging.getLogger("sse_starlette.sse").debug("chunk: %s", SECRET)
     finally:
