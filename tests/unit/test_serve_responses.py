@@ -192,3 +192,12 @@ def test_the_model_thinks_anew_in_a_new_turn() -> None:
     _, first, second = ResponsesRequest(input=history).messages
     assert ("reasoning_content" in first, second["reasoning_content"]) == (False, "hm")
     assert [[one["id"] for one in turn["tool_calls"]] for turn in (first, second)] == [["a"], ["b"]]
+
+
+def test_a_message_that_is_cut_tells_of_the_tokens_whose_text_never_came() -> None:
+    output = Output("row", logprobs=True)
+    for event in (ChatEvent(content="a", tokens=(token("a"),)), ChatEvent(tokens=(token("\ufffd"),))):
+        list(output.add(event))
+    list(output.close("incomplete"))
+    (message,) = output.items
+    assert [one["token"] for one in message.model_dump()["content"][0]["logprobs"]] == ["a", "\ufffd"]
