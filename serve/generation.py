@@ -172,12 +172,14 @@ class Generation:
         self._metrics.prompt_tokens.inc(result.prompt_count)
         self._metrics.generation_tokens.inc(max(0, result.completion_count - self._tokens))
         siblings = () if result.upstream is None else result.upstream.siblings
-        self._metrics.request_prompt_tokens.observe(result.prompt_count)
-        self._metrics.request_generation_tokens.observe(result.completion_count)
         if result.upstream is None:  # which does not tell its own times
             self._metrics.queue_time.observe(result.timings.queue_ms / 1000)
-            self._metrics.prefill_time.observe(result.timings.prompt_ms / 1000)
-            self._metrics.decode_time.observe(result.timings.predicted_ms / 1000)
+        if result.finish_reason in ("stop", "length"):
+            self._metrics.request_prompt_tokens.observe(result.prompt_count)
+            self._metrics.request_generation_tokens.observe(result.completion_count)
+            if result.upstream is None:
+                self._metrics.prefill_time.observe(result.timings.prompt_ms / 1000)
+                self._metrics.decode_time.observe(result.timings.predicted_ms / 1000)
         await asyncio.gather(
             self._recorder.record(self._origin, result),
             *(self._recorder.record(self._origin.sibling(), sibling) for sibling in siblings),

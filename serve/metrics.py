@@ -49,16 +49,20 @@ class Metrics:
             "request_queue_time_seconds", "From submission to the engine to admission.", LATENCY_BUCKETS
         )
         self.prefill_time = self._histogram(
-            "request_prefill_time_seconds", "From admission to the first token.", LATENCY_BUCKETS
+            "request_prefill_time_seconds",
+            "From admission to the first token, of requests that finished.",
+            LATENCY_BUCKETS,
         )
         self.decode_time = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", LATENCY_BUCKETS
+            "request_decode_time_seconds",
+            "From the first token to the last, of requests that finished.",
+            LATENCY_BUCKETS,
         )
         self.request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", COUNT_BUCKETS
+            "request_prompt_tokens", "Prompt tokens of a request that finished.", COUNT_BUCKETS
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens generated for a request.", COUNT_BUCKETS
+            "request_generation_tokens", "Tokens generated for a request that finished.", COUNT_BUCKETS
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")

@@ -281,6 +281,15 @@ def test_of_two_choices_the_one_that_ended_is_finished_and_the_other_failed(upst
     assert [(row.response_text, row.status) for row in server.rows()] == [("a", "finished"), ("b", "failed")]
 
 
+def test_an_answer_that_lacks_a_choice_is_not_whole(upstream, proxy):
+    upstream.say(Script((events(chunk("a"), chunk(finish="stop"), done=False),), end="fin"))
+    server = proxy()
+    told = server.http.post(CHAT, json={"messages": HI, "stream": True, "n": 2}).text
+    assert told.count('"error"') == 1
+    assert [(row.response_text, row.status) for row in server.rows()] == [("a", "finished")]
+    assert server.rows()[0].error
+
+
 @pytest.mark.parametrize("framing", ["close", "chunked"])
 def test_an_event_without_end_is_cut_off(upstream, proxy, monkeypatch, framing):
     monkeypatch.setattr(upstream_module, "MOST_EVENT_BYTES", 100_000)
