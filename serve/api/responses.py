@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from sse_starlette import ServerSentEvent
 
 from backend.interface import BackendError, ChatRequest, InvalidRequest, Result
-from serve.answers import ended, usage
+from serve.answers import LOWEST_LOGPROB, ended, usage
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.intake import receive
@@ -173,12 +173,21 @@ class _Answer:
             usage=None if result is None else _usage(result),
             user=call.user,
             **({} if result is None else {"timings": timings(result)}),
+            **(_ids(result) if result is not None and call.return_token_ids else {}),
         )
 
 
 def _given(part: BaseModel | None) -> dict[str, Any]:
     """A part of the request as it was given."""
     return {} if part is None else part.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _ids(result: Result) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": result.prompt_ids,
+        "token_ids": result.completion_ids,
+        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in result.logprobs],
+    }
 
 
 def _usage(result: Result) -> Usage:

@@ -116,3 +116,7 @@ class Response(BaseModel):
     usage: Usage | None
     user: str | None
     timings: Timings | None = None
+    # Where return_token_ids asks for them: of the whole answer, its thoughts, calls and their markup included.
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None

@@ -172,6 +172,7 @@ class ResponsesRequest(Generating):
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
