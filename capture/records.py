@@ -68,6 +68,11 @@ class Generation:
     error: str | None = None
     split_key_length: int = 0  # prompt tokens up to the end of the first user turn; 0 = the whole prompt
 
+    @property
+    def redacted(self) -> int:
+        """How many pieces of text were redacted in it. Such a row cannot be replayed and trains nothing."""
+        return int(self.parameters.get("redacted", 0))
+
 
 # Column names are field names. Small columns stand first, so that lists and counts need not walk the large ones.
 COLUMNS: Mapping[str, type] = {
@@ -130,7 +135,12 @@ def new_id() -> str:
 
 def utc_now() -> str:
     """The current time as `created_at` wants it."""
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return timestamp(datetime.now(UTC))
+
+
+def timestamp(time: datetime) -> str:
+    """A time in UTC as `created_at` wants it."""
+    return time.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def to_row(generation: Generation) -> dict[str, object]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlite_utils import Database
 
+from capture.filters import EVERY_ROW, Filters
 from capture.migrations import check, upgrade
 from capture.records import COLUMNS, CaptureError, Generation, Status, from_row, storable
 
@@ -95,7 +96,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Stats:
-    """The whole file in figures; `file_bytes` includes the write-ahead log."""
+    """Rows in figures; `file_bytes` is the whole file's size and includes the write-ahead log."""
 
     rows: int
     by_status: dict[str, int]
@@ -169,9 +170,9 @@ class Store:
         finally:
             self._db.rollback()
 
-    def count(self) -> int:
-        """Rows of any status."""
-        return int(self._table.count)
+    def count(self, chosen: Filters = EVERY_ROW) -> int:
+        """How many rows."""
+        return int(self._table.count_where(*chosen.sql()))
 
     def get(self, id_or_prefix: str) -> Generation:
         """The row with this id, or the only one whose id starts so. Raises UnknownGenerationError."""
@@ -189,43 +190,51 @@ class Store:
         for row in self._table.rows_where(where, arguments, order_by="created_at, id", select=", ".join(COLUMNS)):
             yield from_row(row)
 
-    def groups(self, columns: Sequence[str], *, where: str | None = None) -> list[tuple[tuple[Any, ...], int]]:
+    def groups(
+        self, columns: Sequence[str], *, where: str | None = None, arguments: Sequence[Any] = ()
+    ) -> list[tuple[tuple[Any, ...], int]]:
         """The distinct values of some columns, the first seen first, each with its number of rows."""
         names = ", ".join(columns)
         rows = self._db.execute(
-            f"SELECT count(*), {names} FROM generations WHERE {where or 'true'} GROUP BY {names} ORDER BY min(id)"
+            f"SELECT count(*), {names} FROM generations WHERE {where or 'true'} GROUP BY {names} ORDER BY min(id)",
+            arguments,
         )
         return [(tuple(values), count) for count, *values in rows]
 
-    def stats(self) -> Stats:
-        """The whole file in figures, taken at one moment."""
+    def stats(self, chosen: Filters = EVERY_ROW) -> Stats:
+        """The file in figures, taken at one moment."""
+        where, arguments = chosen.sql()
         with self.snapshot():
             tokens = "coalesce(sum(length({0})) / 4, 0)"
             prompt, completion, first, last = self._db.execute(
                 f"SELECT {tokens.format('prompt_tokens')}, {tokens.format('completion_tokens')}, "
-                "min(created_at), max(created_at) FROM generations"
+                f"min(created_at), max(created_at) FROM generations WHERE {where}",
+                arguments,
             ).fetchone()
             return Stats(
-                rows=self.count(),
-                by_status=self._counts("status"),
-                by_finish_reason=self._counts("finish_reason"),
-                by_drafter=self._counts("drafter"),
+                rows=self.count(chosen),
+                by_status=self._counts("status", chosen),
+                by_finish_reason=self._counts("finish_reason", chosen),
+                by_drafter=self._counts("drafter", chosen),
                 prompt_tokens=prompt,
                 completion_tokens=completion,
-                acceptance=self._acceptance(),
+                acceptance=self._acceptance(chosen),
                 first=first,
                 last=last,
                 file_bytes=sum(p.stat().st_size for p in (self.path, wal_path(self.path)) if p.exists()),
             )
 
-    def _counts(self, column: str) -> dict[str, int]:
-        found = {("none" if value is None else value): count for (value,), count in self.groups([column])}
+    def _counts(self, column: str, chosen: Filters) -> dict[str, int]:
+        where, arguments = chosen.sql()
+        groups = self.groups([column], where=where, arguments=arguments)
+        found = {("none" if value is None else value): count for (value,), count in groups}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _acceptance(self) -> tuple[Acceptance, ...]:
+    def _acceptance(self, chosen: Filters) -> tuple[Acceptance, ...]:
         # Counts of (drafted, accepted) values, 0 … 255, per drafter, from the raw blobs of many rows at once.
         totals: dict[str, NDArray[np.int64]] = {}
-        cursor = self._db.execute("SELECT drafter, steps FROM generations")
+        where, arguments = chosen.sql()
+        cursor = self._db.execute(f"SELECT drafter, steps FROM generations WHERE {where}", arguments)
         while rows := cursor.fetchmany(1000):
             blobs: dict[str, list[bytes]] = {}
             for drafter, steps in rows:
@@ -237,11 +246,10 @@ class Store:
         return tuple(_acceptance_of(drafter, counts) for drafter, counts in sorted(totals.items()))
 
     # Last, because its name hides the built-in in the annotations after it.
-    def list(self, limit: int = 20, *, status: Status | None = None) -> Iterator[Summary]:
+    def list(self, limit: int = 20, chosen: Filters = EVERY_ROW) -> Iterator[Summary]:
         """The newest rows, newest first."""
         rows = self._table.rows_where(
-            None if status is None else "status = ?",
-            [] if status is None else [status],
+            *chosen.sql(),
             order_by="created_at DESC, id DESC",
             limit=limit,
             select="id, created_at, status, finish_reason, model, drafter, length(prompt_tokens) / 4 AS prompt_tokens, "

@@ -9,19 +9,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from capture.commands.choosing import filtered
 from capture.commands.terminal import AsJson, CapturePath, console, count, opened, plain
-from capture.records import Status
+from capture.filters import EVERY_ROW, Filters
 
 
+@filtered
 def list_(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many rows.")] = 20,
-    status: Annotated[Status | None, typer.Option("--status", help="Only rows of this status.")] = None,
     capture: CapturePath = None,
     as_json: AsJson = False,
+    chosen: Filters = EVERY_ROW,
 ) -> None:
     """List the newest rows, newest first."""
     with opened(capture) as store:
-        rows = list(store.list(limit, status=status))
+        rows = list(store.list(limit, chosen))
     if as_json:
         for row in rows:
             typer.echo(json.dumps(asdict(row)))

@@ -9,14 +9,17 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from capture.commands.choosing import filtered
 from capture.commands.terminal import AsJson, CapturePath, console, opened, plain
+from capture.filters import EVERY_ROW, Filters
 from capture.store import Acceptance
 
 
-def stats(capture: CapturePath = None, as_json: AsJson = False) -> None:
+@filtered
+def stats(capture: CapturePath = None, as_json: AsJson = False, chosen: Filters = EVERY_ROW) -> None:
     """Count rows and tokens, and show acceptance per draft slot."""
     with opened(capture) as store:
-        found = store.stats()
+        found = store.stats(chosen)
     if as_json:
         figures = [_acceptance_figures(acceptance) for acceptance in found.acceptance]
         typer.echo(json.dumps({**asdict(found), "acceptance": figures}))

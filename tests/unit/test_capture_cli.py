@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
     [
         ([], ["stats", "list", "show", "export"]),
         (["stats"], ["--capture", "--json", "DRAFTLOOP_CAPTURE"]),
-        (["list"], ["--capture", "--json", "--limit", "--status"]),
+        (["list"], ["--capture", "--json", "--limit", "--status", "--since", "--tag"]),
         (["show"], ["--capture", "--json", "ID"]),
         (["export"], ["--capture", "--to", "--out", "--include-unfinished", "--shard-bytes"]),
     ],

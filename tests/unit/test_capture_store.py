@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from capture.filters import Filters
 from capture.records import CaptureError
 from capture.store import Store, UnknownGenerationError
 from tests.capture_rows import generation, write
@@ -69,7 +70,7 @@ def test_the_list_is_newest_first_and_stops_at_its_limit(path: Path) -> None:
     failed = generation(created_at="2024-01-01T00:00:00.000000Z", status="failed", completion_tokens=[], logprobs=[])
     with Store.open(write(path, *days, failed)) as store:
         assert [row.preview for row in store.list(2)] == ["3", "2"]
-        [only] = store.list(status="failed")
+        [only] = store.list(chosen=Filters(status=["failed"]))
     assert (only.id, only.prompt_tokens, only.completion_tokens) == (failed.id, 3, 0)
 
 
