@@ -50,6 +50,8 @@ class Answer:
             tokens=tokens,
             prompt_tokens=tuple(self._token(token) for token in emission.prompt),
             result=self._result(emission) if emission.finish is not None else None,
+            step=emission.step,
+            drafted_by=emission.source,
         )
 
     def _parse(self, content: str, finish: FinishReason | None) -> Parsed:

@@ -247,6 +247,8 @@ class ChatEvent:
     Within one event reasoning comes before content, content before tool calls. `raw` are an upstream's own chunks (or
     its one answer), forwarded unchanged; where the result is, those that say the answer has ended. `prompt_tokens` are
     the next of the prompt's, where its logprobs were asked for: all before the answer, the first one's logprob NaN.
+    `step` is the verify step whose tokens these are, the accepted drafts first, and `drafted_by` what proposed them; an
+    answer's first token belongs to none.
     """
 
     content: str = ""
@@ -256,6 +258,8 @@ class ChatEvent:
     result: Result | None = None
     prompt_tokens: tuple[TokenInfo, ...] = ()
     raw: tuple[Mapping[str, Any], ...] = ()
+    step: Step | None = None
+    drafted_by: str = "none"
 
 
 @dataclass(frozen=True)

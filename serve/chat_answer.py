@@ -24,6 +24,7 @@ from serve.schemas.chat import (
     ChunkChoice,
     Delta,
     FinishReason,
+    VerifyStep,
 )
 from serve.schemas.tools import Called, CalledFunction
 
@@ -88,10 +89,11 @@ class ChatAnswer:
             first: dict[str, Any] = {"prompt_token_ids": self.prompt_ids} if told and index == 0 else {}
             yield self._chunk(index, Delta(role="assistant", content=""), **first)
         results: dict[int, Result] = {}
+        by_tokens = self.call.logprobs or told or self.call.return_steps
         async for index, event in self.choices.events():
             delta = self._delta(event)
-            if delta or (event.tokens and (self.call.logprobs or told)):
-                yield self._chunk(index, Delta(**delta), event.tokens)
+            if delta or (event.tokens and by_tokens):
+                yield self._chunk(index, Delta(**delta), event)
             if (result := event.result) is not None:
                 results[index] = result
                 yield self._chunk(index, Delta(), finish_reason=_finish_reason(result), timings=timings(result))
@@ -114,14 +116,20 @@ class ChatAnswer:
         self,
         index: int,
         delta: Delta,
-        tokens: Sequence[TokenInfo] = (),
+        event: ChatEvent = ChatEvent(),
         *,
         finish_reason: FinishReason | None = None,
         **more: Any,
     ) -> ChatCompletionChunk:
-        ids = {"token_ids": [token.token_id for token in tokens]} if tokens and self.call.return_token_ids else {}
-        logprobs = self._logprobs(tokens) if tokens else None
-        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, **ids)
+        told: dict[str, Any] = {}
+        if event.tokens and self.call.return_token_ids:
+            told["token_ids"] = [token.token_id for token in event.tokens]
+        if event.step is not None and self.call.return_steps:
+            told["step"] = VerifyStep(
+                drafter=event.drafted_by, drafted=event.step.drafted, accepted=event.step.accepted
+            )
+        logprobs = self._logprobs(event.tokens) if event.tokens else None
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, **told)
         if self.call.include_usage:
             more["usage"] = None
         return ChatCompletionChunk(object="chat.completion.chunk", choices=[choice], **self._head(), **more)

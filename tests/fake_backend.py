@@ -246,12 +246,13 @@ class _Recital:
             return ChatEvent(result=self._result("cancelled"))
         if not self.todo:
             return ChatEvent(result=self._result(self.finish))
-        count = 1
+        count, step = 1, None
         if self.done:
             drafted = min(SLOTS, len(self.todo) - 1)
             accepted = min(drafted, ACCEPTED[len(self.steps) % len(ACCEPTED)])
-            self.steps.append(Step(drafted, accepted))
-            self.all_steps.append(Step(drafted, accepted))
+            step = Step(drafted, accepted)
+            self.steps.append(step)
+            self.all_steps.append(step)
             count = accepted + 1
         new = {"reasoning": "", "content": ""}
         deltas = []
@@ -268,7 +269,8 @@ class _Recital:
         self.done += tokens
         self.text = {kind: self.text[kind] + new[kind] for kind in self.text}
         result = None if self.todo else self._result(self.finish)
-        return ChatEvent(**new, tool_calls=tuple(deltas), tokens=tuple(tokens), result=result)
+        more: dict[str, Any] = {} if step is None else {"step": step, "drafted_by": self.drafter}
+        return ChatEvent(**new, tool_calls=tuple(deltas), tokens=tuple(tokens), result=result, **more)
 
     def _call(self, word: _Word) -> ToolCallDelta:
         text = word.data.decode()

@@ -35,6 +35,8 @@ class Emission:
     finish: FinishReason | None = None
     error: str | None = None
     prompt: tuple[EmittedToken, ...] = ()
+    step: Step | None = None  # that the tokens are of; the first token is of none
+    source: str = "none"  # of its drafts
 
 
 @dataclass(eq=False)

@@ -212,10 +212,12 @@ class Speculation:
             if sequence.finish or not matched:
                 break
         ids = [token.token_id for token in tokens]
+        step: Step | None = None
         if not first and tokens:
             # Slots past the token that ended the sequence were neither proposed nor accepted; rejected ones were.
             proposed = min(len(drafts), len(tokens)) if sequence.finish else len(drafts)
-            sequence.steps.append(Step(proposed, accepted))
+            step = Step(proposed, accepted)
+            sequence.steps.append(step)
             sequence.sources.append(source)
             sequence.replayed += len(ids)
         if sequence.prediction:
@@ -223,7 +225,7 @@ class Speculation:
         if not (sequence.finish or fault):
             self._observe(sequence, ids, hidden[: len(ids)])
         if tokens:
-            sequence.on_emission(Emission(text, tuple(tokens), sequence.finish))
+            sequence.on_emission(Emission(text, tuple(tokens), sequence.finish, step=step, source=source))
         if fault:  # what came before it has been told
             raise fault
 

@@ -152,6 +152,7 @@ class ChatCompletionRequest(Generating):
 
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_steps: bool | None = None  # of a stream: the verify step that each chunk's tokens are of
 
     verbosity: Literal["low", "medium", "high"] | None = None  # no part of the model's template
 
@@ -259,12 +260,21 @@ class Delta(BaseModel):
     tool_calls: list[Called] | None = None
 
 
+class VerifyStep(BaseModel):
+    """Of the tokens of its chunk the first `accepted` were drafted, in the order of the slots; what follows was not."""
+
+    drafter: str
+    drafted: int
+    accepted: int
+
+
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: Logprobs | None
     finish_reason: FinishReason | None
     token_ids: list[int] | None = None
+    step: VerifyStep | None = None
 
 
 class ChatCompletionChunk(BaseModel):
