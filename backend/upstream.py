@@ -52,6 +52,7 @@ LAST_WORDS_SECONDS = 5.0  # after the last choice has ended, for its usage and [
 KEEP_ALIVE_SECONDS = 4.0
 MOST_EVENT_BYTES = 32 * 1024 * 1024
 MOST_ANSWER_BYTES = 256 * 1024 * 1024
+NO_STREAMS = ("application/json", "text/html")  # whatever else it is called, it may be events
 CHAT, TEXT = "/chat/completions", "/completions"
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class UpstreamBackend:
         reader, passage = EventReader(MOST_EVENT_BYTES), Passage(books, _answer_id(request), extras)
         pieces = response.aiter_bytes()
         try:
-            if "text/event-stream" not in response.headers.get("content-type", ""):
+            if response.headers.get("content-type", "").startswith(NO_STREAMS):
                 raise UpstreamFault(await call.wait(not_streamed(response)))
             while not passage.done:
                 piece = await call.wait(anext(pieces, None), LAST_WORDS_SECONDS if books.whole else None)

@@ -128,6 +128,9 @@ async def _play(script: Script, seen: Seen, reader: asyncio.StreamReader, writer
         elif script.framing == "chunked" and script.end == "whole":
             writer.write(b"0\r\n\r\n")
             await writer.drain()
+    except ConnectionError:
+        seen.left.set()
+        raise
     finally:
         leaving.cancel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -108,6 +109,23 @@ def test_a_stream_may_arrive_in_any_pieces_and_with_any_line_ends(upstream, prox
     server = proxy()
     assert ours(server, streamed(server)) == chunks
     assert server.rows()[0].finish_reason == "length"
+
+
+def test_events_by_another_name_are_events(upstream, proxy):
+    upstream.say(stream(chunk("Hel"), chunk(finish="stop"), content_type="text/plain"))
+    server = proxy()
+    assert ours(server, streamed(server)) == [chunk("Hel"), chunk(finish="stop")]
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_an_upstream_may_compress_though_it_is_asked_not_to(upstream, proxy, stream_it):
+    said = events(chunk("Hel"), chunk(finish="stop")) if stream_it else json.dumps(completion("Hel")).encode()
+    kind = "text/event-stream" if stream_it else "application/json"
+    upstream.say(Script((gzip.compress(said),), content_type=kind, headers={"Content-Encoding": "gzip"}))
+    server = proxy()
+    assert server.chat(stream=stream_it).status_code == 200
+    assert server.rows()[0].response_text == "Hel"
+    assert upstream.posts[0].headers["accept-encoding"] == "identity"
 
 
 def test_the_clients_body_is_passed_on_with_fields_that_nobody_knows(upstream, proxy):

@@ -214,6 +214,7 @@ def test_a_stream_that_never_begins_has_a_status_of_its_own(upstream, proxy, scr
         Script((b"{",), content_type="application/json", end="rst"),
         Script((b'{"choices": "\xc3"}',), content_type="application/json"),
         stream(chunk("Hello"), chunk(finish="stop")),
+        plain(completion(), headers={"Content-Encoding": "gzip"}),
     ],
 )
 def test_a_whole_answer_that_is_none_is_a_502(upstream, proxy, script):
