@@ -11,6 +11,7 @@ import typer
 
 from capture.commands.export import export
 from capture.commands.list import list_
+from capture.commands.replay import replay
 from capture.commands.show import show
 from capture.commands.stats import stats
 
@@ -26,6 +27,7 @@ app.command()(stats)
 app.command("list")(list_)
 app.command()(show)
 app.command()(export)
+app.command()(replay)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Rows out as npz shards for training, whole documents each, with a manifest beside them.
+"""Rows out as shards for training, in a folder with a manifest beside them: which rows, and how they are put down.
 
-Knows the shard format (DESIGN §7) and how a file is put down safely; knows no model and no tokenizer.
+Knows no format of its own: what is in a shard is a `Batch`'s to know. Knows no model and no tokenizer.
 """
 
 from __future__ import annotations
@@ -9,33 +9,52 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
+from capture.filters import EVERY_ROW, Filters
 from capture.records import CaptureError, Generation, TokenIds, utc_now
+from capture.selection import NearDuplicates, Sample, loops
 from capture.store import Store
 
-FORMAT = "draftloop-npz"
-FORMAT_VERSION = 1
 SHARD_BYTES = 256_000_000
-# What a token and a document add to a shard, and what the archive's own headers take at most.
-TOKEN_BYTES = 4 + 1 + 4
-DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1
-ARCHIVE_BYTES = 16_384
-
 GROUP = ("weights_fingerprint", "tokenizer_fingerprint", "template_fingerprint")
 FINISHED_ONLY = "status = 'finished'"
 
 
 class NothingToExportError(CaptureError):
     """No row of the file makes a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which rows become documents. Rows that failed or were cancelled do where they, or their status, are asked for."""
+
+    rows: Filters = EVERY_ROW
+    include_unfinished: bool = False
+    sample: Sample | None = None
+    near_duplicates: bool = True
+    loops: bool = True  # answers that say the same over and over
+
+    def sql(self, store: Store) -> tuple[str, list[Any]]:
+        """A condition over the table's columns, and its arguments."""
+        where, arguments = self.rows.sql()
+        if not (self.include_unfinished or self.rows.status):
+            where = f"({where}) AND {FINISHED_ONLY}"
+        if self.sample is None:
+            return where, arguments
+        condition, more = store.sampled(self.sample, where=where, arguments=arguments)
+        return f"({where}) AND {condition}", [*arguments, *more]
+
+
+EVERYTHING = Wanted()
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,25 @@ class Skipped:
     unfinished: int = 0  # failed or cancelled, and not asked for
     no_tokens_kept: int = 0  # the row's token ids are not in the file
     no_completion: int = 0  # nothing was generated
+    no_chat: int = 0  # a raw prompt, in a format of conversations
+    broken_calls: int = 0  # a tool call that was cut off, in a format that needs whole ones
+    not_sampled: int = 0
+    loops: int = 0
+    near_duplicates: int = 0
+
+    def __str__(self) -> str:
+        told = {
+            "failed or cancelled (--include-unfinished exports them)": self.unfinished,
+            "without token ids": self.no_tokens_kept,
+            "without generated tokens": self.no_completion,
+            "of raw prompts, which are no conversations": self.no_chat,
+            "with tool calls that were cut off": self.broken_calls,
+            "not in the sample": self.not_sampled,
+            "that loop": self.loops,
+            "nearly the same as another": self.near_duplicates,
+        }
+        found = [f"{count} {'row' if count == 1 else 'rows'} {reason}" for reason, count in told.items() if count]
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
@@ -74,6 +112,82 @@ class Export:
         return sum(shard.documents for shard in self.shards)
 
 
+class SkipError(Exception):
+    """A row that a format has no document for; says which field of `Skipped` counts it."""
+
+
+@dataclass
+class Contents:
+    """What a shard holds, as it grows."""
+
+    documents: int = 0
+    held_out_documents: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    weights: str = ""
+    tokenizer: str = ""
+    template: str = ""
+    drafters: set[tuple[str, str]] = field(default_factory=set)
+    builds: set[str] = field(default_factory=set)
+
+    def add(self, row: Generation) -> bool:
+        """Count a row in; whether it is held out."""
+        prompt, completion = tokens_of(row)
+        is_held_out = held_out(prompt, row.split_key_length)
+        self.documents += 1
+        self.held_out_documents += is_held_out
+        self.prompt_tokens += len(prompt)
+        self.completion_tokens += len(completion)
+        self.weights, self.tokenizer = row.weights_fingerprint, row.tokenizer_fingerprint
+        self.template = row.template_fingerprint
+        self.drafters.add((row.drafter, row.drafter_fingerprint))
+        self.builds.add(row.build)
+        return is_held_out
+
+    def fingerprints(self) -> dict[str, Any]:
+        return {
+            "weights": self.weights,
+            "tokenizer": self.tokenizer,
+            "chat_template": self.template,
+            "drafters": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in sorted(self.drafters)],
+            "builds": sorted(self.builds),
+        }
+
+
+class Batch(Protocol):
+    """The documents of one shard while it grows, in memory."""
+
+    contents: Contents
+
+    def add(self, row: Generation, limit: int) -> bool:
+        """Take a row in; False where the file would pass `limit` bytes and has documents. Raises SkipError."""
+
+    def write(self, file: IO[bytes], meta: Mapping[str, Any]) -> None:
+        """The whole file. `meta`: what the manifest says of it, for formats that have a place for that."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """`name` and `version` go into every manifest."""
+
+    name: str
+    version: int
+    suffix: str
+    batch: Callable[[], Batch]
+
+    def header(self, created: str) -> dict[str, Any]:
+        try:
+            tool = version("draftloop")
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            tool = "unknown"
+        return {
+            "format": self.name,
+            "format_version": self.version,
+            "created": created,
+            "tool": f"draftloop {tool}",
+        }
+
+
 def default_folder(parent: Path) -> Path:
     """`draftloop-export-<UTC time>` in `parent`, with a number after it where that is taken."""
     name = f"draftloop-export-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
@@ -93,15 +207,23 @@ def held_out(prompt: TokenIds, key_length: int) -> bool:
     return int.from_bytes(hashlib.sha256(key.tobytes()).digest()[:8], "big") % 10 == 0
 
 
-def export_npz(
+def tokens_of(row: Generation) -> tuple[TokenIds, TokenIds]:
+    """Prompt and completion of a row that keeps them."""
+    assert row.prompt_tokens is not None
+    assert row.completion_tokens is not None
+    return row.prompt_tokens, row.completion_tokens
+
+
+def export_as(
+    form: Format,
     store: Store,
     folder: Path,
+    wanted: Wanted = EVERYTHING,
     *,
-    include_unfinished: bool = False,
     shard_bytes: int = SHARD_BYTES,
     on_row: Callable[[], None] | None = None,
 ) -> Export:
-    """Write every trainable row of `store` into `folder`, as it stands at one moment.
+    """Write every wanted row of `store` into `folder`, as it stands at one moment.
 
     Documents of different weights, tokenizer or template fingerprints never share a shard. A shard exceeds
     `shard_bytes` only where one document alone does. `folder` may exist if it is empty. manifest.json is written last:
@@ -110,169 +232,100 @@ def export_npz(
     """
     try:
         with _fresh_folder(folder), store.snapshot():
-            return _export(store, folder, include_unfinished, shard_bytes, on_row or (lambda: None))
+            return _export(form, store, folder, wanted, shard_bytes, on_row or (lambda: None))
     except OSError as error:
         raise CaptureError(f"cannot export to {folder}: {error.strerror or error}") from error
 
 
 def _export(
-    store: Store, folder: Path, include_unfinished: bool, shard_bytes: int, on_row: Callable[[], None]
+    form: Format, store: Store, folder: Path, wanted: Wanted, shard_bytes: int, on_row: Callable[[], None]
 ) -> Export:
     created = utc_now()
+    header = form.header(created)
     shards: list[Shard] = []
     skipped: Counter[str] = Counter()
-    chosen = None if include_unfinished else FINISHED_ONLY
-    if not include_unfinished:
-        skipped["unfinished"] = sum(n for (status,), n in store.groups(["status"]) if status != "finished")
-    for fingerprints, _ in store.groups(GROUP, where=chosen):
+    where, arguments = wanted.sql(store)
+    in_question = store.count(wanted.rows)
+    if not (wanted.include_unfinished or wanted.rows.status):
+        every, of_every = wanted.rows.sql()
+        groups = store.groups(["status"], where=every, arguments=of_every)
+        skipped["unfinished"] = sum(n for (status,), n in groups if status != "finished")
+    chosen = store.groups(GROUP, where=where, arguments=arguments)
+    skipped["not_sampled"] = in_question - skipped["unfinished"] - sum(count for _, count in chosen)
+    for fingerprints, _ in chosen:
         same = " AND ".join(f"{name} = ?" for name in GROUP)
-        rows = store.iterate(where=f"{same} AND {chosen or 'true'}", arguments=fingerprints)
-        for batch in _batches(rows, shard_bytes, skipped, on_row):
-            shards.append(batch.write(folder, f"shard-{len(shards):05d}.npz", created))
+        rows = store.iterate(where=f"({where}) AND {same}", arguments=[*arguments, *fingerprints])
+        for batch in _batches(form, _documents(rows, wanted, skipped, on_row), shard_bytes, skipped):
+            shards.append(_write(batch, folder / f"shard-{len(shards):05d}{form.suffix}", header))
     reasons = Skipped(**skipped)
     if not shards:
-        raise NothingToExportError(f"nothing to export from {store.path}: {_describe(reasons)}")
-    _put_down(folder / "manifest.json", lambda file: file.write(_manifest(created, shards, reasons)))
+        raise NothingToExportError(f"nothing to export from {store.path}: {str(reasons) or 'it holds no such rows'}")
+    _put_down(folder / "manifest.json", lambda file: file.write(_manifest(header, wanted, shards, reasons)))
     return Export(folder, tuple(shards), reasons)
 
 
-def _batches(
-    rows: Iterator[Generation], limit: int, skipped: Counter[str], on_row: Callable[[], None]
-) -> Iterator[_Batch]:
-    """Gather rows into batches of at most `limit` bytes; count those that make no document."""
-    batch = _Batch()
+def _documents(
+    rows: Iterator[Generation], wanted: Wanted, skipped: Counter[str], on_row: Callable[[], None]
+) -> Iterator[Generation]:
+    """Those of the rows that make documents in any format; count the others."""
+    seen = None if wanted.near_duplicates else NearDuplicates()
     for row in rows:
         on_row()
         if row.prompt_tokens is None or row.completion_tokens is None:
             skipped["no_tokens_kept"] += 1
         elif not len(row.completion_tokens):
             skipped["no_completion"] += 1
+        elif not wanted.loops and loops(np.asarray(row.completion_tokens)):
+            skipped["loops"] += 1
+        elif seen is not None and seen.seen(np.asarray(row.prompt_tokens), np.asarray(row.completion_tokens)):
+            skipped["near_duplicates"] += 1
         else:
-            tokens = len(row.prompt_tokens) + len(row.completion_tokens)
-            if batch.ids and batch.size_with(tokens) > limit:
+            yield row
+
+
+def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Counter[str]) -> Iterator[Batch]:
+    """Gather rows into batches of at most `limit` bytes; count those that make no document of this format."""
+    batch = form.batch()
+    for row in rows:
+        try:
+            if not batch.add(row, limit):
                 yield batch
-                batch = _Batch()
-            batch.add(row)
-    if batch.ids:
+                batch = form.batch()
+                batch.add(row, limit)
+        except SkipError as error:
+            skipped[str(error)] += 1
+    if batch.contents.documents:
         yield batch
 
 
-@dataclass
-class _Batch:
-    """The arrays of one shard while they grow, as raw bytes: about the size of the file, whatever the rows."""
-
-    tokens: bytearray = field(default_factory=bytearray)
-    loss_mask: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-    offsets: list[int] = field(default_factory=lambda: [0])
-    prompt_lengths: list[int] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    split: list[int] = field(default_factory=list)
-    weights: str = ""
-    tokenizer: str = ""
-    template: str = ""
-    drafters: set[tuple[str, str]] = field(default_factory=set)
-    builds: set[str] = field(default_factory=set)
-
-    def size_with(self, tokens: int) -> int:
-        """Bytes of the file after one more document of so many tokens."""
-        total = self.offsets[-1] + tokens
-        meta = 4 * len(json.dumps(self.fingerprints()))
-        return ARCHIVE_BYTES + meta + TOKEN_BYTES * total + DOCUMENT_BYTES * (len(self.ids) + 1)
-
-    def fingerprints(self) -> dict[str, Any]:
-        return {
-            "weights": self.weights,
-            "tokenizer": self.tokenizer,
-            "chat_template": self.template,
-            "drafters": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in sorted(self.drafters)],
-            "builds": sorted(self.builds),
-        }
-
-    def add(self, row: Generation) -> None:
-        prompt, completion = _bytes(row.prompt_tokens, "<u4"), _bytes(row.completion_tokens, "<u4")
-        # Ids are below 2**31 (records.py), so the same bytes are int32.
-        self.tokens += prompt + completion
-        n, m = len(prompt) // 4, len(completion) // 4
-        self.loss_mask += bytes(n) + b"\x01" * m
-        known = _bytes(row.logprobs, "<f4")
-        self.logprobs += _unknown(n) + (known or _unknown(m))
-        self.offsets.append(self.offsets[-1] + n + m)
-        self.prompt_lengths.append(n)
-        self.ids.append(row.id)
-        self.split.append(held_out(row.prompt_tokens if row.prompt_tokens is not None else (), row.split_key_length))
-        self.weights, self.tokenizer = row.weights_fingerprint, row.tokenizer_fingerprint
-        self.template = row.template_fingerprint
-        self.drafters.add((row.drafter, row.drafter_fingerprint))
-        self.builds.add(row.build)
-
-    def write(self, folder: Path, name: str, created: str) -> Shard:
-        fingerprints = self.fingerprints()
-        meta = {**_header(created), "fingerprints": fingerprints}
-        path = folder / name
-        _put_down(
-            path,
-            lambda file: np.savez(
-                file,
-                tokens=np.frombuffer(self.tokens, dtype="<i4"),
-                doc_offsets=np.array(self.offsets, dtype="<i8"),
-                prompt_lengths=np.array(self.prompt_lengths, dtype="<i4"),
-                loss_mask=np.frombuffer(self.loss_mask, dtype=np.uint8),
-                logprobs=np.frombuffer(self.logprobs, dtype="<f4"),
-                doc_ids=np.array(self.ids, dtype="<U36"),
-                split=np.array(self.split, dtype=np.uint8),
-                meta=np.array(json.dumps(meta)),
-            ),
-        )
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Shard(
-            file=name,
-            bytes=path.stat().st_size,
-            sha256=digest,
-            documents=len(self.ids),
-            held_out_documents=sum(self.split),
-            prompt_tokens=sum(self.prompt_lengths),
-            completion_tokens=self.offsets[-1] - sum(self.prompt_lengths),
-            fingerprints=fingerprints,
-        )
+def _write(batch: Batch, path: Path, header: Mapping[str, Any]) -> Shard:
+    contents = batch.contents
+    fingerprints = contents.fingerprints()
+    _put_down(path, lambda file: batch.write(file, {**header, "fingerprints": fingerprints}))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Shard(
+        file=path.name,
+        bytes=path.stat().st_size,
+        sha256=digest,
+        documents=contents.documents,
+        held_out_documents=contents.held_out_documents,
+        prompt_tokens=contents.prompt_tokens,
+        completion_tokens=contents.completion_tokens,
+        fingerprints=fingerprints,
+    )
 
 
-def _bytes(values: Any, dtype: str) -> bytes:
-    return b"" if values is None else np.asarray(values, dtype=dtype).tobytes()
-
-
-def _unknown(count: int) -> bytes:
-    return np.full(count, np.nan, dtype="<f4").tobytes()
-
-
-def _header(created: str) -> dict[str, Any]:
-    try:
-        tool = version("draftloop")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        tool = "unknown"
-    return {"format": FORMAT, "format_version": FORMAT_VERSION, "created": created, "tool": f"draftloop {tool}"}
-
-
-def _manifest(created: str, shards: list[Shard], skipped: Skipped) -> bytes:
+def _manifest(header: Mapping[str, Any], wanted: Wanted, shards: list[Shard], skipped: Skipped) -> bytes:
     summed = ("documents", "held_out_documents", "prompt_tokens", "completion_tokens")
     counts = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
     manifest = {
-        **_header(created),
+        **header,
+        "wanted": asdict(wanted),
         "counts": {**counts, "skipped_rows": asdict(skipped)},
         "shards": [asdict(shard) for shard in shards],
     }
     return (json.dumps(manifest, indent=2) + "\n").encode()
-
-
-def _describe(skipped: Skipped) -> str:
-    reasons = {
-        "failed or cancelled (--include-unfinished exports them)": skipped.unfinished,
-        "without token ids": skipped.no_tokens_kept,
-        "without generated tokens": skipped.no_completion,
-    }
-    found = [f"{count} {'row' if count == 1 else 'rows'} {reason}" for reason, count in reasons.items() if count]
-    return ", ".join(found) or "it holds no rows"
 
 
 @contextmanager
@@ -286,7 +339,7 @@ def _fresh_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in (*folder.glob("shard-*.npz*"), *folder.glob("manifest.json*")):
+        for path in (*folder.glob("shard-*"), *folder.glob("manifest.json*")):
             path.unlink()
         if made:
             folder.rmdir()

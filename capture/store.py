@@ -21,6 +21,7 @@ from sqlite_utils import Database
 from capture.filters import EVERY_ROW, Filters
 from capture.migrations import check, upgrade
 from capture.records import COLUMNS, CaptureError, Generation, Status, from_row, storable
+from capture.selection import KEY_BITS, Sample, sample_key
 
 READER_BUSY_SECONDS = 5.0
 WRITER_BUSY_SECONDS = 30.0
@@ -144,6 +145,7 @@ class Store:
                 check(db, path)
             else:
                 upgrade(db, path)
+            db.register_function(sample_key, deterministic=True)
         except sqlite3.Error as error:
             db.close()
             raise file_error(path, error) from error
@@ -189,6 +191,16 @@ class Store:
         """Every row, oldest first, one in memory at a time; `where` is an SQL condition over `arguments`."""
         for row in self._table.rows_where(where, arguments, order_by="created_at, id", select=", ".join(COLUMNS)):
             yield from_row(row)
+
+    def sampled(self, sample: Sample, *, where: str, arguments: Sequence[Any] = ()) -> tuple[str, list[Any]]:
+        """A condition that holds for the sample's rows alone of those that meet `where`, and its arguments."""
+        if sample.share is not None:
+            return "sample_key(id, ?) < ?", [sample.seed, int(sample.share * (1 << KEY_BITS))]
+        key = "SELECT sample_key(id, ?) FROM generations WHERE"
+        last = self._db.execute(
+            f"{key} {where} ORDER BY 1 LIMIT 1 OFFSET ?", [sample.seed, *arguments, (sample.rows or 1) - 1]
+        ).fetchone()
+        return ("true", []) if last is None else ("sample_key(id, ?) <= ?", [sample.seed, last[0]])
 
     def groups(
         self, columns: Sequence[str], *, where: str | None = None, arguments: Sequence[Any] = ()

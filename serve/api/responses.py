@@ -172,8 +172,7 @@ class _Answer:
             truncation="disabled",
             usage=None if result is None else _usage(result),
             user=call.user,
-            **({} if result is None else {"timings": timings(result)}),
-            **(_ids(result) if result is not None and call.return_token_ids else {}),
+            **({} if result is None else _last(result, told_ids=bool(call.return_token_ids))),
         )
 
 
@@ -182,12 +181,13 @@ def _given(part: BaseModel | None) -> dict[str, Any]:
     return {} if part is None else part.model_dump(by_alias=True, exclude_unset=True)
 
 
-def _ids(result: Result) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": result.prompt_ids,
-        "token_ids": result.completion_ids,
-        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in result.logprobs],
-    }
+def _last(result: Result, *, told_ids: bool) -> dict[str, Any]:
+    """What is told at the end beside the answer itself."""
+    last: dict[str, Any] = {"timings": timings(result)}
+    if told_ids:
+        last |= {"prompt_token_ids": result.prompt_ids, "token_ids": result.completion_ids}
+        last["token_logprobs"] = [max(logprob, LOWEST_LOGPROB) for logprob in result.logprobs]
+    return last
 
 
 def _usage(result: Result) -> Usage:

@@ -7,6 +7,7 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture.export import Export, NothingToExportError, default_folder, export_npz, held_out
+from capture.export import Export, NothingToExportError, Skipped, Wanted, default_folder, held_out
+from capture.export_npz import export_npz
 from capture.records import CaptureError, Generation
 from capture.store import Store
 from capture.writer import CaptureWriter
@@ -188,7 +190,7 @@ def test_the_manifest_counts_what_is_there_and_vouches_for_each_shard(path: Path
         "held_out_documents": sum(held_out([i], 1) for i in range(60)),
         "prompt_tokens": 60,
         "completion_tokens": 120,
-        "skipped_rows": {"unfinished": 1, "no_tokens_kept": 0, "no_completion": 1},
+        "skipped_rows": {**asdict(Skipped()), "unfinished": 1, "no_completion": 1},
     }
 
 
@@ -196,7 +198,7 @@ def test_unfinished_rows_are_exported_only_when_asked_for(path: Path, out: Path,
     rows = [generation(status=status) for status in ("finished", "cancelled", "failed")]
     assert export(write(path, *rows), out).documents == 1
     assert documents(out).keys() == {rows[0].id}
-    everything = export(path, tmp_path / "all", include_unfinished=True)
+    everything = export(path, tmp_path / "all", wanted=Wanted(include_unfinished=True))
     assert (everything.documents, everything.skipped.unfinished) == (3, 0)
 
 

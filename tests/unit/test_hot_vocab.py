@@ -26,7 +26,8 @@ import backend.tiny
 from backend.drafters.hot_vocab import Coverage, Header, HotVocab, head_rows, spread
 from backend.interface import BackendError
 from backend.text.tokenizer import ChatTokenizer
-from capture.export import export_npz, held_out
+from capture.export import held_out
+from capture.export_npz import export_npz
 from capture.records import Generation
 from capture.store import Store
 from tests.capture_rows import generation, write
