@@ -17,6 +17,9 @@ from serve.schemas.proxied import Proxied
 from serve.schemas.sampling import Generating
 from serve.service import Service
 
+HEADER = "X-Draftloop-Capture"
+CAPTURED = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+
 Call = TypeVar("Call", bound=Generating | Proxied)
 
 
@@ -41,13 +44,12 @@ async def receive(request: Request, schema: type[Call]) -> tuple[Service, Call, 
 
 
 def _header_opts_out(request: Request) -> bool:
-    match request.headers.get("x-draftloop-capture", "on").strip().lower():
-        case "off":
-            return True
-        case "on":
-            return False
-        case other:
-            # A client that asks for privacy in words we do not know must not be captured by mistake.
-            raise ApiError(
-                400, f"The header X-Draftloop-Capture must be on or off, not '{other}'.", code="invalid_value"
-            )
+    """Whether any of its values says so: what might mean no is not captured by mistake."""
+    values = [value.strip().lower() for given in request.headers.getlist(HEADER) for value in given.split(",")]
+    if unknown := [value for value in values if value not in CAPTURED]:
+        raise ApiError(
+            400,
+            f"The header {HEADER} must be on or off (or true, false, 1, 0), not '{unknown[0]}'.",
+            code="invalid_value",
+        )
+    return not all(CAPTURED[value] for value in values)

@@ -73,6 +73,7 @@ class Metrics:
         self.capture_failures = self._counter("capture_failures", "Generations whose row was lost.")
         self.capture_late = self._counter("capture_late", "Answers sent before their row was committed.")
         self.capture_commit = self._histogram(
+        self.capture_redacted = self._counter("capture_redacted", "Rows in which text was redacted.")
             "capture_commit_seconds", "From handing a row to the writer to its commit.", COMMIT_BUCKETS
         )
         for reason in ("stop", "length"):

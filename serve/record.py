@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from backend.interface import FinishReason, Result
 from capture.records import Generation, Status, new_id, utc_now
+from capture.redact import Redactor, redactor
 from capture.store import default_path
 from capture.writer import CaptureWriter
 from serve.metrics import Metrics
@@ -59,11 +60,19 @@ def open_writer(settings: Settings) -> CaptureWriter | None:
     return CaptureWriter(path, synchronous=settings.capture_synchronous)
 
 
+def open_redactor(settings: Settings) -> Redactor | None:
+    """What takes text out of rows before they are stored; None where nothing does. Raises CaptureError."""
+    return redactor(settings.redact, Path(settings.redact_file) if settings.redact_file else None)
+
+
 class Recorder:
     """Hands rows to the writer and waits for their commits, on the event loop."""
 
-    def __init__(self, writer: CaptureWriter | None, metrics: Metrics, commit_timeout: float) -> None:
+    def __init__(
+        self, writer: CaptureWriter | None, metrics: Metrics, commit_timeout: float, redactor: Redactor | None = None
+    ) -> None:
         self._writer = writer
+        self._redactor = redactor
         self._metrics = metrics
         self._commit_timeout = commit_timeout
         self._late: set[asyncio.Future[None]] = set()
@@ -97,13 +106,29 @@ class Recorder:
             self._metrics.captured.labels("opted_out").inc()
             return
         began = time.perf_counter()
-        commit = asyncio.wrap_future(self._writer.submit(to_generation(origin, result)))
+        if (row := self._redacted(to_generation(origin, result))) is None:
+            return
+        commit = asyncio.wrap_future(self._writer.submit(row))
         commit.add_done_callback(partial(self._settled, STATUS[result.finish_reason], began))
         done, _ = await asyncio.wait({commit}, timeout=self._commit_timeout)
         if not done:
             self._late.add(commit)
             self._metrics.capture_late.inc()
             log.warning("capture: generation %s is answered before its row is committed", origin.id)
+
+    def _redacted(self, row: Generation) -> Generation | None:
+        """The row as it may be stored; None, counted as lost, where that cannot be told."""
+        if self._redactor is None:
+            return row
+        try:
+            clean = self._redactor.generation(row)
+        except Exception:
+            log.exception("capture: generation %s could not be redacted, so it is not stored", row.id)
+            self._metrics.capture_failures.inc()
+            return None
+        if clean.redacted:
+            self._metrics.capture_redacted.inc()
+        return clean
 
     def _settled(self, status: Status, began: float, commit: asyncio.Future[None]) -> None:
         self._late.discard(commit)

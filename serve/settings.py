@@ -40,6 +40,13 @@ def _listed(names: object) -> object:
     return names
 
 
+def _lines(patterns: object) -> object:
+    """A variable lists its values a line, for they may hold anything else; a flag may be given several times."""
+    if isinstance(patterns, str):
+        return tuple(line for line in patterns.splitlines() if line.strip())
+    return tuple(patterns) if isinstance(patterns, list) else patterns
+
+
 def _key(key: SecretStr) -> SecretStr:
     # A header carries it as it stands; more than that is not said, for an error is read by others.
     if not re.fullmatch("[!-~]+", key.get_secret_value()):
@@ -174,6 +181,12 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="Seconds a finished answer waits for its row to be committed before it is sent regardless.",
     )
+    redact: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_lines)] = Field(
+        (),
+        description="Regular expression, or email, key, card, phone or ip, of what is taken out of rows before they "
+        "are stored; may be given several times. A row with a match keeps no token ids.",
+    )
+    redact_file: str | None = Field(None, min_length=1, description="File of further such patterns, one a line.")
     shutdown_grace: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="Seconds running requests may take to finish on SIGTERM or Ctrl-C."
     )

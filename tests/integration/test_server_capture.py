@@ -128,7 +128,7 @@ def test_a_client_can_opt_out_by_header_or_by_body(serve, stream):
 
 def test_an_opt_out_nobody_understands_is_refused_rather_than_captured(serve):
     server = serve()
-    response = server.http.post(CHAT, json=ASK, headers={"X-Draftloop-Capture": "0"})
+    response = server.http.post(CHAT, json=ASK, headers={"X-Draftloop-Capture": "none"})
     assert response.status_code == 400
     assert "X-Draftloop-Capture" in response.json()["error"]["message"]
     assert server.rows() == []
