@@ -89,13 +89,16 @@ def _parameters(rules: _Rules, document: _Document) -> str:
     if not isinstance(schema, Mapping):
         raise ValueError("the schema of its parameters is not an object")
     properties, required = schema.get("properties"), schema.get("required", [])
-    if properties is None and not document.strict:
+    if properties is None and not required and not document.strict:
         value = document.value(rules, schema.get("additionalProperties", True))
         return f'("<parameter=" /[^<>\\s]+/ ">\\n" {value})*' if value else ""
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise ValueError("the schema of its parameters needs properties, an object, and required, a list, if any")
-    if unknown := [key for key in required if not isinstance(key, str) or key not in properties]:
-        raise ValueError(f"{unknown[0]!r} is required but not among the properties")
+    if properties is None and not document.strict:
+        properties = {}
+    if not isinstance(properties, Mapping):
+        raise ValueError("the schema of its parameters has no properties that are an object")
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise ValueError("what its parameters' schema calls required is not a list of names")
+    properties = {**properties, **{key: True for key in required if key not in properties}}
     written = []
     for key, of_key in properties.items():
         value = document.value(rules, of_key)
