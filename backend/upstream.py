@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -341,13 +340,13 @@ def _answer_id(request: ChatRequest) -> str:
 def _base(url: str) -> str:
     """The URL of the API, under which its endpoints are. Raises BackendError."""
     try:
-        parts = urlsplit(url)
-        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        parts = httpx.URL(url)
+        reachable = bool(parts.host) and (parts.port is None or 0 < parts.port < 2**16)
+        named = reachable and parts.scheme in ("http", "https")
+    except (httpx.InvalidURL, ValueError):
         named = False
     if not named:
         raise BackendError("the upstream must be a URL like http://127.0.0.1:8001/v1")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    if parts.userinfo or parts.query or parts.fragment:
         raise BackendError("the upstream's URL may hold neither a user, nor a query, nor a fragment")
-    path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+    return str(parts.copy_with(path=parts.path.rstrip("/") or "/v1"))

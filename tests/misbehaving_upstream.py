@@ -36,13 +36,17 @@ class Script:
 
 @dataclass
 class Seen:
-    """A request as it arrived. `left`: the proxy closed the connection before the script was over."""
+    """A request as it arrived. `left`: the proxy closed the connection before the script was over.
+
+    `heard`, set by a test: the client has what was sent, so that a reset need not wait for longer.
+    """
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: Any
     left: threading.Event = field(default_factory=threading.Event)
+    heard: threading.Event = field(default_factory=threading.Event)
 
 
 class Upstream:
@@ -122,7 +126,11 @@ async def _play(script: Script, seen: Seen, reader: asyncio.StreamReader, writer
         if script.end == "hang":
             await asyncio.wait({leaving})
         elif script.end == "rst":
-            await asyncio.sleep(0.2)  # for what was sent to be read: a reset may overtake it
+            # A reset overtakes what has not been read yet.
+            for _ in range(200 if script.steps else 0):
+                if seen.heard.is_set():
+                    break
+                await asyncio.sleep(0.01)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
         elif script.framing == "chunked" and script.end == "whole":

@@ -40,12 +40,16 @@ def proxy(running: Proxies, upstream: Upstream) -> Proxies:
     return running
 
 
-def streamed(server: AppServer, **body: Any) -> tuple[str, dict[str, Any]]:
+def streamed(server: AppServer, upstream: Upstream) -> tuple[str, dict[str, Any]]:
     """What a stream said before it broke, and the error it broke with; there must be one and no clean end."""
-    with server.http.stream("POST", CHAT, json={"messages": HI, "stream": True, **body}) as response:
+    lines = []
+    with server.http.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response:
         assert response.status_code == 200
-        *lines, done = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
-    *chunks, last = [json.loads(line) for line in lines]
+        for line in response.iter_lines():
+            lines += [line.removeprefix("data: ")] if line.startswith("data: ") else []
+            upstream.posts[-1].heard.set()
+    *said, done = lines
+    *chunks, last = [json.loads(line) for line in said]
     assert done == "[DONE]"
     assert "choices" not in last
     choices = [choice for one in chunks for choice in one["choices"]]
@@ -64,7 +68,7 @@ def test_an_upstream_that_refuses_connections(upstream, proxy):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     server = proxy(url=f"http://127.0.0.1:{port}")
-    eventually(lambda: server.http.get("/ready").json()["status"] == "recovering")
+    eventually(lambda: server.http.get("/ready").json()["status"] == "recovering", 30)
     for stream_it in (False, True):
         refused = server.chat(stream=stream_it)
         assert refused.status_code == 502
@@ -149,7 +153,7 @@ BROKEN_STREAMS = {
 def test_a_stream_that_breaks_ends_with_an_error(upstream, proxy, script):
     upstream.say(script)
     server = proxy()
-    text, error = streamed(server)
+    text, error = streamed(server, upstream)
     assert text == "Hel"
     assert error["error"]["type"] == "server_error"
     assert error["error"]["message"].startswith("The upstream ")
@@ -167,7 +171,7 @@ def test_a_stream_that_breaks_ends_with_an_error(upstream, proxy, script):
 def test_an_error_within_a_stream_is_passed_on_as_it_is(upstream, proxy, error):
     upstream.say(Script((HEL, events(error))))
     server = proxy()
-    assert streamed(server) == ("Hel", error)
+    assert streamed(server, upstream) == ("Hel", error)
     failed_row(server, "Hel")
     assert "out of memory" in server.rows()[0].error
 
@@ -176,6 +180,8 @@ def test_the_openai_client_raises_what_broke_a_stream(upstream, proxy):
     upstream.say(Script((HEL,), end="rst"))
     server = proxy()
     told = server.openai.chat.completions.create(model="far", messages=HI, stream=True)
+    next(told)
+    upstream.posts[0].heard.set()
     with pytest.raises(openai.APIError, match="broke off"):
         list(told)
 
@@ -236,17 +242,17 @@ def test_silence_before_the_first_byte_is_a_504(upstream, proxy, stream_it):
 
 def test_silence_within_a_stream_ends_it_with_an_error(upstream, proxy):
     upstream.say(Script((HEL,), end="hang"))
-    server = proxy(timeout=0.5)
-    text, error = streamed(server)
-    assert (text, error["error"]["message"]) == ("Hel", "The upstream was silent for 0.5 s.")
+    server = proxy(timeout=2.0)
+    text, error = streamed(server, upstream)
+    assert (text, error["error"]["message"]) == ("Hel", "The upstream was silent for 2 s.")
     failed_row(server, "Hel")
     assert upstream.posts[0].left.wait(20)
 
 
 def test_an_upstream_that_only_keeps_the_connection_alive_is_not_silent(upstream, proxy):
-    pings = [part for _ in range(6) for part in (b": ping\n\n", 0.2)]
+    pings = [part for _ in range(8) for part in (b": ping\n\n", 0.3)]
     upstream.say(Script((HEL, *pings, FINISH)))
-    server = proxy(timeout=1.0)
+    server = proxy(timeout=2.0)
     assert server.http.post(CHAT, json={"messages": HI, "stream": True}).text.count('"stop"') == 1
 
 
@@ -296,7 +302,7 @@ def test_an_event_without_end_is_cut_off(upstream, proxy, monkeypatch, framing):
     monkeypatch.setattr(upstream_module, "MOST_EVENT_BYTES", 100_000)
     upstream.say(Script((HEL, b"data: ", *[b"x" * 50_000] * 10), framing=framing, end="hang"))
     server = proxy()
-    text, error = streamed(server)
+    text, error = streamed(server, upstream)
     assert (text, error["error"]["message"]) == ("Hel", "The upstream sent an event that is too long.")
     assert upstream.posts[0].left.wait(20)
 
@@ -347,10 +353,10 @@ def test_when_the_client_leaves_so_do_we(upstream, proxy, stream_it, script, tex
 
 def test_a_request_that_takes_too_long_is_given_up_here_and_there(upstream, proxy):
     upstream.say(Script((HEL,), end="hang"))
-    server = proxy(request_timeout=1)
-    text, error = streamed(server)
+    server = proxy(request_timeout=3)
+    text, error = streamed(server, upstream)
     assert text == "Hel"
-    assert "did not end within 1 s" in error["error"]["message"]
+    assert "did not end within 3 s" in error["error"]["message"]
     assert upstream.posts[0].left.wait(20)
     assert server.rows()[0].status == "cancelled"
 

@@ -147,7 +147,8 @@ def test_a_clients_own_questions_are_not_ours():
         ("http://host:8000/", "http://host:8000/v1"),
         ("https://host/v1/", "https://host/v1"),
         ("https://host/openai/v1", "https://host/openai/v1"),
-        ("http://[::1]:80", "http://[::1]:80/v1"),
+        ("http://[::1]:8080", "http://[::1]:8080/v1"),
+        ("http://host/a b/", "http://host/a%20b"),
     ],
 )
 def test_the_urls_v1_may_be_left_out(url, base):
@@ -155,7 +156,20 @@ def test_the_urls_v1_may_be_left_out(url, base):
 
 
 @pytest.mark.parametrize(
-    "url", ["host:8000", "ftp://host", "http://", "http://host:x", "http://u:p@host", "http://host?a=1", "http://[::1"]
+    "url",
+    [
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://host:x",
+        "http://host:99999",
+        "http://u:p@host",
+        "http://host?a=1",
+        "http://host#a",
+        "http://[::1",
+        "http://\x7f",
+        "http://xn--zzzzzz--.invalid",
+    ],
 )
 def test_a_url_that_is_none_is_refused_without_telling_its_secrets(url):
     with pytest.raises(BackendError) as refused:
