@@ -15,7 +15,7 @@ BOARD: dict[str, Any] = json.loads((DOCKER / "grafana/dashboards/draftloop.json"
 ALERTS: dict[str, Any] = yaml.safe_load((DOCKER / "prometheus/alerts.yml").read_text(encoding="utf-8"))
 
 # What Grafana puts in for its variables: all servers and drafters, over one width for rates and for the time shown.
-WINDOW = "1m"
+WINDOW = "10m"
 VARIABLES = {"$instance": ".*", "$drafter": ".*", "$__rate_interval": WINDOW, "$__range": WINDOW}
 
 
@@ -27,6 +27,16 @@ def queries() -> Iterator[tuple[str, str, str]]:
             for name, value in VARIABLES.items():
                 expression = expression.replace(name, value)
             yield panel["title"], target["legendFormat"], expression
+
+
+def choices() -> Iterator[tuple[str, str]]:
+    """(series, label) of every list to choose from."""
+    for variable in BOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            text = variable["query"]["query"].replace("$instance", ".*")
+            found = re.fullmatch(r"label_values\((.+), (\w+)\)", text)
+            assert found, text
+            yield found[1], found[2]
 
 
 def metric_names(text: str) -> set[str]:
