@@ -71,14 +71,19 @@ def _thinking(request: Mapping[str, Any]) -> bool | None:
 
 def _plain(message: Mapping[str, Any]) -> Message:
     content = _text(message.get("content"))
-    plain: Message = {"role": message["role"], "content": _text(message.get("refusal")) if content is None else content}
-    plain["content"] = plain["content"] or ""
+    content = _text(message.get("refusal")) if content is None else content
+    plain: Message = {"role": _role(message["role"]), "content": content or ""}
     thought = message.get("reasoning_content")
     if (thought := message.get("reasoning") if thought is None else thought) is not None:
         plain["reasoning_content"] = thought
     if message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+
+
+def _role(role: str) -> str:
+    """OpenAI's newer name for a system message is one that other programs take for somebody else."""
+    return "system" if role == "developer" else role
 
 
 def _text(content: Any) -> str | None:
@@ -140,7 +145,7 @@ def _from_items(instructions: str | None, given: str | Iterable[Mapping[str, Any
 def _turn_of_others(kind: str, item: Mapping[str, Any]) -> Message:
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"]) or ""}
-    return {"role": item["role"], "content": _text(item["content"]) or ""}
+    return {"role": _role(item["role"]), "content": _text(item["content"]) or ""}
 
 
 def _ends(turn: Message, kind: str) -> bool:

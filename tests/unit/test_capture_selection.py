@@ -1,4 +1,4 @@
-"""Which rows of many are taken: the same sample every time, no loops, no near-duplicates, in memory that does not grow."""
+"""Which rows of many are taken: the same sample every time, no loops, no near-duplicates, in bounded memory."""
 
 from __future__ import annotations
 
