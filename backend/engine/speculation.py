@@ -25,7 +25,6 @@ from backend.ops.delta_replay import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
-SCORED_ROWS = 16
 PREDICTION, GRAMMAR = "prediction", "grammar"  # sources of drafts beside the drafters
 
 
@@ -72,20 +71,17 @@ class Speculation:
         self._emit(sequence, logits[0], last[0], told[0], logprobs[0], [])
 
     def _score(self, sequence: Running, hidden: Tensor, start: int) -> None:
-        """Tell how likely the prompt's tokens are that follow the rows run last, hidden [R, H] from `start`.
-
-        A few rows' logits at a time: a vocabulary is wide.
-        """
-        told = [] if start or sequence.scored else [EmittedToken(sequence.prompt[0], math.nan, ())]
-        first, end = max(start + 1, sequence.scored), min(sequence.prefilled + 1, len(sequence.prompt))
-        for at in range(first, end, SCORED_ROWS):
-            tokens = torch.tensor(sequence.prompt[at : min(at + SCORED_ROWS, end)], device=hidden.device)
-            row = at - 1 - start
-            logits = self.runner.model.logits(hidden[row : row + len(tokens)])  # [r, V]
+        """Tell how likely the prompt's tokens are that follow the rows run last, hidden [R, H] from `start`."""
+        if sequence.scored > start + 1:  # told before it was preempted
+            return
+        following = sequence.prompt[start + 1 : sequence.prefilled + 1]
+        told = [] if start else [EmittedToken(sequence.prompt[0], math.nan, ())]
+        if following:
+            logits = self.runner.model.logits(hidden[: len(following)])  # [r, V]
+            tokens = torch.tensor(following, device=hidden.device)
             told += _scored(logits, tokens, sequence.prompt_alternatives or 0)
         sequence.scored += len(told)
-        if told:
-            sequence.on_emission(Emission("", (), prompt=tuple(told)))
+        sequence.on_emission(Emission("", (), prompt=tuple(told)))
 
     def step(self, batch: Sequence[Running], alone: bool = True) -> None:
         """One verify step of all sequences being decoded, in the order of their slots; its counts are DESIGN §6's.
