@@ -135,7 +135,8 @@ def test_every_query_of_the_board_has_an_answer(watched):
 def test_there_is_something_to_choose_in_every_list_of_the_board(watched):
     server, prometheus = watched
     chosen = {label: prometheus.get(f"label/{label}/values", **{"match[]": selector}) for selector, label in choices()}
-    assert chosen == {"instance": [httpx.URL(server.url).netloc.decode()], "drafter": ["mtp"]}
+    assert chosen["instance"] == [httpx.URL(server.url).netloc.decode()]
+    assert "mtp" in chosen["drafter"]
 
 
 def test_the_board_shows_the_acceptance_that_the_server_counts(watched):
