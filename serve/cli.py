@@ -111,7 +111,7 @@ app.command()(_command())
 def make_backend(settings: Settings) -> ChatBackend:
     """The backend the settings ask for, not yet started. Raises BackendError for an upstream that is no URL."""
     if settings.upstream is not None:
-        from backend.upstream import UpstreamBackend, UpstreamOptions
+        from backend.upstream.backend import UpstreamBackend, UpstreamOptions
 
         key = os.environ.get(variable("upstream_api_key"))
         return UpstreamBackend(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from backend.upstream import UpstreamBackend, UpstreamOptions
+from backend.upstream.backend import UpstreamBackend, UpstreamOptions
 from capture.records import Generation
 from tests.misbehaving_upstream import Upstream, misbehaving
 from tests.servers import AppServer, eventually, running_app

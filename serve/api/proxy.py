@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from backend.interface import ChatEvent, ChatRequest, Result
-from backend.upstream import UpstreamBackend
+from backend.upstream.backend import UpstreamBackend
 from serve.answers import ended
 from serve.errors import ApiError, model_not_found
 from serve.generation import Generation

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from backend import upstream as upstream_module
-from backend.upstream import UpstreamBackend, UpstreamOptions
+from backend.upstream.backend import UpstreamBackend, UpstreamOptions
 from tests.misbehaving_upstream import Script, Upstream, chunk, completion, events, plain, stream
 from tests.proxied import Proxies, proxies
 from tests.servers import CHAT, AppServer, eventually, running_app

@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from backend.upstream import UpstreamBackend, UpstreamOptions
+from backend.upstream.backend import UpstreamBackend, UpstreamOptions
 from tests.answers import joined
 from tests.checkpoints import random_small
 from tests.fake_backend import Script

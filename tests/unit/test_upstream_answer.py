@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.interface import BackendError, Fingerprints
-from backend.upstream import UpstreamBackend, UpstreamOptions
-from backend.upstream_answer import Books
-from backend.upstream_faults import in_band, parsed
-from backend.upstream_passage import Passage
-from backend.upstream_request import IDS, USAGE, Manners, compose, hide
+from backend.upstream.answer import Books
+from backend.upstream.backend import UpstreamBackend, UpstreamOptions
+from backend.upstream.faults import in_band, parsed
+from backend.upstream.passage import Passage
+from backend.upstream.request import IDS, USAGE, Manners, compose, hide
 from capture.records import new_id, to_row, utc_now
 from serve.record import Origin, to_generation
 

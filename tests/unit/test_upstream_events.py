@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.upstream_events import EventReader, EventTooLong
+from backend.upstream.events import EventReader, EventTooLong
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are shared
 LINE_ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])

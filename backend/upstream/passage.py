@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.interface import ChatEvent
-from backend.upstream_answer import Books
-from backend.upstream_faults import Failure, in_band, parsed
-from backend.upstream_request import USAGE, Extras, choices, hide
+from backend.upstream.answer import Books
+from backend.upstream.faults import Failure, in_band, parsed
+from backend.upstream.request import USAGE, Extras, choices, hide
 
 # What a chunk has besides what it tells.
 HEAD = ("id", "object", "created", "model", "system_fingerprint", "choices")

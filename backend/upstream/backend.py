@@ -27,9 +27,9 @@ from backend.interface import (
     InvalidRequest,
     ModelInfo,
 )
-from backend.upstream_answer import DRAFTER, Books
-from backend.upstream_events import EventReader, EventTooLong
-from backend.upstream_faults import (
+from backend.upstream.answer import DRAFTER, Books
+from backend.upstream.events import EventReader, EventTooLong
+from backend.upstream.faults import (
     MOST_ERROR_BYTES,
     Failure,
     UpstreamFault,
@@ -40,9 +40,9 @@ from backend.upstream_faults import (
     parsed,
     refusal,
 )
-from backend.upstream_passage import Passage
-from backend.upstream_request import Extras, Manners, compose, hide
-from backend.upstream_watch import Watch
+from backend.upstream.passage import Passage
+from backend.upstream.request import Extras, Manners, compose, hide
+from backend.upstream.watch import Watch
 
 CONNECT_SECONDS = 10.0
 LETTING_GO_SECONDS = 1.0  # for what follows [DONE]: nothing, in all that is known

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from backend.interface import BackendUnavailable
-from backend.upstream_faults import UpstreamFault, limited_body, parsed
+from backend.upstream.faults import UpstreamFault, limited_body, parsed
 
 LOOK_TIMEOUT = 5.0
 LOOKS_WITHOUT_METRICS = 5  # until an upstream that told none is asked for them again

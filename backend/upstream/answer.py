@@ -22,8 +22,8 @@ from backend.interface import (
     ToolCallDelta,
     Upstream,
 )
-from backend.upstream_faults import Failure
-from backend.upstream_request import choices
+from backend.upstream.faults import Failure
+from backend.upstream.request import choices
 
 DRAFTER = "upstream"
 # What a row keeps of the request's parameters; which others were in effect, the upstream alone knows.
