@@ -11,8 +11,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
 from serve import errors, openapi
-from serve.api import admin, chat, completions, health, models, proxy, responses, tokenize
+from serve.api import admin, chat, completions, dashboard, health, models, proxy, responses, tokenize
 from serve.auth import Authentication, Keyring
+from serve.live import Live
 from serve.middleware import REQUEST_ID, BodyLimits, RequestLog
 from serve.service import Service
 from serve.settings import Settings
@@ -24,11 +25,14 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
     Its lifespan starts them in the background, answering 503 meanwhile, and closes them at the end.
     """
     service = Service(settings, backend, capture)
+    live = Live(service)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        live.start()
         yield
+        await live.close()
         await service.close()
 
     app = FastAPI(
@@ -39,6 +43,7 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.service = service
+    app.state.live = live
     errors.install(app)
     # Each is around those before it.
     app.add_middleware(BodyLimits, most_mib=settings.max_body, seconds=settings.body_timeout)
@@ -54,6 +59,6 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
         )
     app.add_middleware(RequestLog)
     generating = (chat, responses, completions, tokenize, models) if settings.upstream is None else (proxy,)
-    for family in (*generating, admin, health, openapi):
+    for family in (*generating, admin, dashboard, health, openapi):
         app.include_router(family.router)
     return app

@@ -17,11 +17,13 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve import dashboard
 from serve.errors import ApiError, wrong_key
 from serve.settings import Settings, SettingsError, flag, is_loopback, variable
 
-OPEN = frozenset({"/health", "/ready"})  # for whoever watches over the process
-FIGURES = frozenset({"/", "/metrics"})  # open too where the settings say so
+PAGE = frozenset({"/", *(f"/dashboard/{name}" for name in dashboard.FILES)})  # the same for everybody; asks for a key
+OPEN = PAGE | {"/health", "/ready"}  # the others are for whoever watches over the process
+FIGURES = frozenset({"/metrics", "/v1/live"})  # open too where the settings say so
 ADMIN = "/v1/engine"  # and what is below it: the operator's, see `operator`
 # What proxies add. Behind one, the connection's address is not the client's.
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")

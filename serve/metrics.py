@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from backend.interface import DrafterStats, EngineStats
 from serve.metrics_compat import VllmNames
@@ -72,8 +73,8 @@ class Metrics:
         )
         self.capture_failures = self._counter("capture_failures", "Generations whose row was lost.")
         self.capture_late = self._counter("capture_late", "Answers sent before their row was committed.")
-        self.capture_commit = self._histogram(
         self.capture_redacted = self._counter("capture_redacted", "Rows in which text was redacted.")
+        self.capture_commit = self._histogram(
             "capture_commit_seconds", "From handing a row to the writer to its commit.", COMMIT_BUCKETS
         )
         for reason in ("stop", "length"):
@@ -92,6 +93,11 @@ class Metrics:
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry) + generate_latest(self._also)
+
+    def samples(self) -> Iterator[Sample]:
+        """Everything under our own names, as numbers."""
+        for family in self._registry.collect():
+            yield from family.samples
 
     def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
@@ -177,11 +183,6 @@ def _speculation(drafters: Sequence[DrafterStats]) -> Iterator[Metric]:
 def recent_acceptance(stats: DrafterStats) -> list[float | None]:
     """surv_s = A_s / P_s of each slot over the last 60 seconds; None where nothing was proposed."""
     return _ratios(stats.recent_accepted_tokens_per_pos, stats.recent_draft_tokens_per_pos)
-
-
-def total_acceptance(stats: DrafterStats) -> list[float | None]:
-    """surv_s of each slot since start; None where nothing was proposed."""
-    return _ratios(stats.accepted_tokens_per_pos, stats.draft_tokens_per_pos)
 
 
 def _ratios(accepted: Sequence[int], proposed: Sequence[int]) -> list[float | None]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 DRAFTER = "upstream"
 PREFIX = "draftloop_spec_decode_"
@@ -61,11 +63,7 @@ log = logging.getLogger(__name__)
 
 def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
     """The counters in a text of Prometheus' format; none where it is empty or cannot be read."""
-    try:
-        samples = [sample for family in text_string_to_metric_families(exposition) for sample in family.samples]
-    except ValueError as error:
-        log.warning("the upstream's metrics cannot be read: %s", error)
-        return
+    samples = _samples(exposition)
     for name, (help_text, theirs) in TOTALS.items():
         found = [sample for sample in samples if sample.name in theirs]
         if found:
@@ -83,3 +81,12 @@ def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
             for position in sorted(counts):
                 per_position.add_metric([DRAFTER, str(position)], counts[position])
             yield per_position
+
+
+@lru_cache(maxsize=4)  # read more often than the upstream is asked for it, by as many servers as one process has
+def _samples(exposition: str) -> Sequence[Sample]:
+    try:
+        return [sample for family in text_string_to_metric_families(exposition) for sample in family.samples]
+    except ValueError as error:
+        log.warning("the upstream's metrics cannot be read: %s", error)
+        return ()

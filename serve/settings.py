@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         "clients only.",
     )
     metrics_auth: Literal["on", "off"] = Field(
-        "on", description="Whether / and /metrics need a key where the API does."
+        "on", description="Whether /metrics and the live page's figures need a key where the API does."
     )
     cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (), description="Origins whose pages may use the API from a browser, separated by commas, or *. Unset: none."

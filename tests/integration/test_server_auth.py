@@ -109,7 +109,7 @@ def test_every_route_is_guarded_but_those_that_watch_over_the_process(guarded):
         for path, method in asked
         if guarded.http.request(method, path.replace("{name:path}", "x"), json={}).status_code != 401
     }
-    assert opened == {"/health", "/ready"}
+    assert opened == {"/health", "/ready", "/"}  # the page itself tells no figure
 
 
 def _routes(app) -> dict[str, set[str]]:
@@ -162,11 +162,16 @@ def test_without_keys_a_clients_own_salt_stands(serve):
 
 def test_the_figures_need_a_key_unless_told_otherwise(guarded, serve):
     open_figures = serve(api_key=KEYS, metrics_auth="off", capture="off")
-    for path in ("/metrics", "/"):
-        assert guarded.http.get(path).status_code == 401
-        assert guarded.http.get(path, headers=bearer("first-key")).status_code == 200
-        assert open_figures.http.get(path).status_code == 200
+    for path in ("/metrics", "/v1/live"):
+        assert _status(guarded, path) == 401
+        assert _status(guarded, path, **bearer("first-key")) == 200
+        assert _status(open_figures, path) == 200
     assert open_figures.http.get("/v1/models").status_code == 401
+
+
+def _status(server, path: str, **headers: str) -> int:
+    with server.http.stream("GET", path, headers=headers) as response:  # one of them never ends
+        return response.status_code
 
 
 @given(st.binary(min_size=1, max_size=40), st.sampled_from([base64.b64encode, base64.urlsafe_b64encode]))
