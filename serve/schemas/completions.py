@@ -86,7 +86,9 @@ class CompletionRequest(Generating):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.best_of is not None and self.best_of != self.choices:
-            raise PydanticCustomError("conflict", "must equal n: nothing is generated that is not returned", {"at": ("best_of",)})
+            raise PydanticCustomError(
+                "conflict", "must equal n: nothing is generated that is not returned", {"at": ("best_of",)}
+            )
         if len(self.prompt) * self.choices > MAX_ANSWERS:
             at, most = ("n" if self.choices > 1 else "prompt",), {"most": MAX_ANSWERS}
             raise PydanticCustomError("too_long", "a request may ask for {most} answers at most", {"at": at, **most})
