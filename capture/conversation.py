@@ -1,7 +1,7 @@
 """A row as a conversation: the messages the model read, in chat completions' form whatever endpoint they came to, and
 its answer as the last of them.
 
-Knows the bodies of the endpoints as clients send them, already accepted by the server; knows no template.
+Knows the bodies of the endpoints as clients send them; knows no template.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.records import Generation
+from capture.records import CaptureError, Generation
 
 Message = dict[str, Any]
+
+
+class UnreadableError(CaptureError):
+    """A request that is no conversation of texts."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,17 @@ class Conversation:
 
 
 def conversation_of(row: Generation) -> Conversation | None:
-    """The row's conversation; None of a raw prompt, which has no turns."""
+    """The row's conversation; None of a raw prompt, which has no turns.
+
+    Raises UnreadableError where there is more to it than text, as other servers' requests may have it.
+    """
+    try:
+        return _conversation_of(row)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"generation {row.id}: its request is no conversation") from error
+
+
+def _conversation_of(row: Generation) -> Conversation | None:
     request = row.request
     if request.get("messages") is not None:
         asked = [_plain(message) for message in request["messages"]]
@@ -49,6 +63,25 @@ def conversation_of(row: Generation) -> Conversation | None:
         answer["tool_calls"] = [_call(call) for call in row.tool_calls]
     shown = [] if request.get("tool_choice") == "none" else tools
     return Conversation([*asked, answer], shown, _thinking(request))
+
+
+def said(row: Generation) -> str:
+    """All that was thought, said and called, as text; nothing where nothing was."""
+    calls = json.dumps(list(row.tool_calls), ensure_ascii=False) if row.tool_calls else ""
+    return " ".join(part for part in (row.reasoning, row.response_text, calls) if part)
+
+
+def opening(row: Generation) -> str:
+    """The conversation up to the end of its first user turn, the same in all that follows from it; a raw prompt whole.
+
+    Raises as `conversation_of` does.
+    """
+    conversation = conversation_of(row)
+    if conversation is None:
+        return json.dumps(row.request.get("prompt"), ensure_ascii=False)
+    asked = conversation.messages[:-1]
+    users = [at for at, message in enumerate(asked) if message["role"] == "user"]
+    return json.dumps(asked[: users[0] + 1] if users else asked, ensure_ascii=False)
 
 
 def _allowed(choice: Any) -> Sequence[Mapping[str, Any]] | None:
@@ -90,7 +123,7 @@ def _text(content: Any) -> str | None:
     """Parts joined, as the server joins them."""
     if content is None or isinstance(content, str):
         return content
-    return "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
+    return "".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from capture.conversation import opening, said
 from capture.filters import EVERY_ROW, Filters
-from capture.records import CaptureError, Generation, TokenIds, utc_now
+from capture.records import CaptureError, Generation, TokenIds, storable, utc_now
 from capture.selection import NearDuplicates, Sample, loops
 from capture.store import Store
 
@@ -62,9 +65,11 @@ class Skipped:
     """Rows that became no document, by reason."""
 
     unfinished: int = 0  # failed or cancelled, and not asked for
+    redacted: int = 0
     no_tokens_kept: int = 0  # the row's token ids are not in the file
     no_completion: int = 0  # nothing was generated
     no_chat: int = 0  # a raw prompt, in a format of conversations
+    not_text: int = 0  # images and the like, in a format of text
     broken_calls: int = 0  # a tool call that was cut off, in a format that needs whole ones
     not_sampled: int = 0
     loops: int = 0
@@ -73,9 +78,11 @@ class Skipped:
     def __str__(self) -> str:
         told = {
             "failed or cancelled (--include-unfinished exports them)": self.unfinished,
+            "that were redacted": self.redacted,
             "without token ids": self.no_tokens_kept,
             "without generated tokens": self.no_completion,
             "of raw prompts, which are no conversations": self.no_chat,
+            "with more than text in them": self.not_text,
             "with tool calls that were cut off": self.broken_calls,
             "not in the sample": self.not_sampled,
             "that loop": self.loops,
@@ -118,7 +125,7 @@ class SkipError(Exception):
 
 @dataclass
 class Contents:
-    """What a shard holds, as it grows."""
+    """What a shard holds, as it grows. Tokens are counted where their ids are kept."""
 
     documents: int = 0
     held_out_documents: int = 0
@@ -132,12 +139,11 @@ class Contents:
 
     def add(self, row: Generation) -> bool:
         """Count a row in; whether it is held out."""
-        prompt, completion = tokens_of(row)
-        is_held_out = held_out(prompt, row.split_key_length)
+        is_held_out = split_of(row) == "held_out"
         self.documents += 1
         self.held_out_documents += is_held_out
-        self.prompt_tokens += len(prompt)
-        self.completion_tokens += len(completion)
+        self.prompt_tokens += 0 if row.prompt_tokens is None else len(row.prompt_tokens)
+        self.completion_tokens += 0 if row.completion_tokens is None else len(row.completion_tokens)
         self.weights, self.tokenizer = row.weights_fingerprint, row.tokenizer_fingerprint
         self.template = row.template_fingerprint
         self.drafters.add((row.drafter, row.drafter_fingerprint))
@@ -168,12 +174,13 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`name` and `version` go into every manifest."""
+    """`name` and `version` go into every manifest; `needs_ids`: rows without token ids make no documents."""
 
     name: str
     version: int
     suffix: str
     batch: Callable[[], Batch]
+    needs_ids: bool = True
 
     def header(self, created: str) -> dict[str, Any]:
         try:
@@ -203,8 +210,20 @@ def held_out(prompt: TokenIds, key_length: int) -> bool:
 
     So retries of a question, and later turns of its conversation, stay on one side. `key_length` 0: the whole prompt.
     """
-    key = np.asarray(prompt, dtype="<u4")[: key_length or None]
-    return int.from_bytes(hashlib.sha256(key.tobytes()).digest()[:8], "big") % 10 == 0
+    return _in_a_tenth(np.asarray(prompt, dtype="<u4")[: key_length or None].tobytes())
+
+
+def split_of(row: Generation) -> Literal["train", "held_out"]:
+    """The side of a row; where its token ids are not kept, by the text up to the end of the first user turn."""
+    if row.prompt_tokens is not None:
+        is_held_out = held_out(row.prompt_tokens, row.split_key_length)
+    else:
+        is_held_out = _in_a_tenth(storable(opening(row)).encode())
+    return "held_out" if is_held_out else "train"
+
+
+def _in_a_tenth(key: bytes) -> bool:
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
 def tokens_of(row: Generation) -> tuple[TokenIds, TokenIds]:
@@ -255,7 +274,8 @@ def _export(
     for fingerprints, _ in chosen:
         same = " AND ".join(f"{name} = ?" for name in GROUP)
         rows = store.iterate(where=f"({where}) AND {same}", arguments=[*arguments, *fingerprints])
-        for batch in _batches(form, _documents(rows, wanted, skipped, on_row), shard_bytes, skipped):
+        documents = _documents(rows, wanted, form.needs_ids, skipped, on_row)
+        for batch in _batches(form, documents, shard_bytes, skipped):
             shards.append(_write(batch, folder / f"shard-{len(shards):05d}{form.suffix}", header))
     reasons = Skipped(**skipped)
     if not shards:
@@ -265,22 +285,35 @@ def _export(
 
 
 def _documents(
-    rows: Iterator[Generation], wanted: Wanted, skipped: Counter[str], on_row: Callable[[], None]
+    rows: Iterator[Generation], wanted: Wanted, needs_ids: bool, skipped: Counter[str], on_row: Callable[[], None]
 ) -> Iterator[Generation]:
-    """Those of the rows that make documents in any format; count the others."""
+    """Those of the rows that are documents; count the others."""
     seen = None if wanted.near_duplicates else NearDuplicates()
     for row in rows:
         on_row()
-        if row.prompt_tokens is None or row.completion_tokens is None:
+        if row.redacted:
+            skipped["redacted"] += 1
+            continue
+        if row.prompt_tokens is not None and row.completion_tokens is not None:
+            prompt, completion = np.asarray(row.prompt_tokens), np.asarray(row.completion_tokens)
+        elif needs_ids:
             skipped["no_tokens_kept"] += 1
-        elif not len(row.completion_tokens):
+            continue
+        else:
+            prompt, completion = (_words(text) for text in (json.dumps(row.request), said(row)))
+        if not len(completion):
             skipped["no_completion"] += 1
-        elif not wanted.loops and loops(np.asarray(row.completion_tokens)):
+        elif not wanted.loops and loops(completion):
             skipped["loops"] += 1
-        elif seen is not None and seen.seen(np.asarray(row.prompt_tokens), np.asarray(row.completion_tokens)):
+        elif seen is not None and seen.seen(prompt, completion):
             skipped["near_duplicates"] += 1
         else:
             yield row
+
+
+def _words(text: str) -> NDArray[np.uint32]:
+    """Words as numbers, for who compares tokens."""
+    return np.array([zlib.crc32(word.encode()) for word in text.split()], dtype=np.uint32)
 
 
 def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Counter[str]) -> Iterator[Batch]:

@@ -11,20 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from capture.conversation import Conversation, conversation_of
-from capture.export import (
-    EVERYTHING,
-    SHARD_BYTES,
-    Contents,
-    Export,
-    Format,
-    SkipError,
-    Wanted,
-    export_as,
-    held_out,
-    tokens_of,
-)
-from capture.records import Generation
+from capture.conversation import Conversation, UnreadableError, conversation_of
+from capture.export import EVERYTHING, SHARD_BYTES, Contents, Export, Format, SkipError, Wanted, export_as, split_of
+from capture.records import Generation, storable
 from capture.store import Store
 
 FORMAT, FORMAT_VERSION = "draftloop-jsonl", 1
@@ -43,24 +32,26 @@ def export_jsonl(
     shard_bytes: int = SHARD_BYTES,
     on_row: Callable[[], None] | None = None,
 ) -> Export:
-    """Write every wanted conversation, one a line, as `capture.export.export_as` does."""
-    form = Format(f"{FORMAT}-{style}", FORMAT_VERSION, ".jsonl", partial(_Lines, style))
+    """Write every wanted conversation, one a line, as `capture.export.export_as` does: also where only text is kept."""
+    form = Format(f"{FORMAT}-{style}", FORMAT_VERSION, ".jsonl", partial(_Lines, style), needs_ids=False)
     return export_as(form, store, folder, wanted, shard_bytes=shard_bytes, on_row=on_row)
 
 
 def line_of(row: Generation, style: Style) -> dict[str, Any]:
     """The row as one object. Raises SkipError where it has no such form."""
-    conversation = conversation_of(row)
+    try:
+        conversation = conversation_of(row)
+    except UnreadableError:
+        raise SkipError("not_text") from None
     if conversation is None:
         raise SkipError("no_chat")
     messages = _with_objects(conversation)
-    split = "held_out" if held_out(tokens_of(row)[0], row.split_key_length) else "train"
     line: dict[str, Any] = {"id": row.id, style: messages if style == "messages" else conversation.messages}
     if conversation.tools:
         line["tools"] = json.dumps(conversation.tools, ensure_ascii=False)
     if conversation.thinking is not None:
         line["chat_template_kwargs"] = {"enable_thinking": conversation.thinking}
-    return {**line, "split": split}
+    return {**line, "split": split_of(row)}
 
 
 class _Lines:
@@ -72,7 +63,8 @@ class _Lines:
         self._lines = bytearray()
 
     def add(self, row: Generation, limit: int) -> bool:
-        line = json.dumps(line_of(row, self._style), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(line_of(row, self._style), ensure_ascii=False, separators=(",", ":"))
+        line = storable(text).encode() + b"\n"
         if self._lines and len(self._lines) + len(line) > limit:
             return False
         self._lines += line

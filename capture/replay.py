@@ -106,8 +106,10 @@ def replay_all(rows: Iterable[Generation], server: Server, version: Version, con
 
 def why_not(row: Generation, version: Version) -> str | None:
     """Why this server cannot be held to this row; None where it can."""
+    if row.redacted:
+        return "it was redacted"
     if row.prompt_tokens is None or row.completion_tokens is None:
-        return "the row keeps no token ids: it was redacted, or another server made it and did not tell them"
+        return "the row keeps no token ids"
     if row.build == "upstream":
         return "another server generated it, behind a proxy: what it ran, the row does not know"
     if row.seed is None:

@@ -16,9 +16,10 @@ KEY_BITS = 63  # of a sample key: SQLite's integers are signed
 
 SHINGLE = 5  # tokens
 HASHES, BANDS = 64, 16
-NEAR = 0.8  # of two rows' shingles, the share that both have
-REMEMBERED = 1 << 18  # rows; older ones are forgotten
-SLOTS = 1 << 19  # of each band
+NEAR = 0.8  # of two texts' shingles, the share that both have
+REMEMBERED = 1 << 17  # rows; older ones are forgotten
+SLOT_BITS = 19
+SLOTS = 1 << SLOT_BITS  # of each band
 LEAST_PROMPT = 32  # tokens of the prompt's end that count, however short the answer
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -62,41 +63,41 @@ def loops(ids: NDArray[np.uint32]) -> bool:
 
 
 class NearDuplicates:
-    """`seen` each row in turn: whether one of the last 2**18 that were new says nearly the same.
+    """`seen` each row in turn: whether one of the last 2**17 that were new says nearly the same.
 
-    Rows are compared by what was answered and as much of the end of what was asked, as sets of 5 tokens in a row: by 64
-    minhashes in 16 bands, looked up in tables of fixed size. At 0.8 of shingles in common a row is found with more than
-    99 %, and what is found is then compared by all its hashes. At most 150 MB, however many rows there are.
+    That is: of the answers, and of as much of the ends of what was asked, 0.8 of the runs of 5 tokens are the same.
+    Both are estimated by 64 minhashes, and rows to compare are looked up by 16 bands of them in tables of fixed size:
+    with 0.9 in common a row is found nearly always. At most 110 MB, however many rows there are.
     """
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
         self._factors = random.integers(1, 2**64, (HASHES, 1), dtype=np.uint64) | np.uint64(1)
         self._offsets = random.integers(0, 2**64, (HASHES, 1), dtype=np.uint64)
-        self._signatures = np.zeros((REMEMBERED, HASHES), dtype=np.uint32)
+        self._signatures = np.zeros((REMEMBERED, 2, HASHES), dtype=np.uint32)
         self._slots = np.zeros((BANDS, SLOTS), dtype=np.int32)  # 1 + the place of a signature; 0 is none
         self._next = 0
 
     def seen(self, prompt: NDArray[np.uint32], completion: NDArray[np.uint32]) -> bool:
-        signature = self._signature(prompt, completion)
-        bands = signature.reshape(BANDS, -1).astype(np.uint64)
+        asked = prompt[-max(len(completion), LEAST_PROMPT) :]
+        signature = np.stack([self._signature(asked), self._signature(completion)])  # [2, hashes]
         keys = np.zeros(BANDS, dtype=np.uint64)
-        for column in bands.T:
-            keys = (keys ^ column) * _MIX
-        at = np.arange(BANDS), (keys >> np.uint64(45)).astype(np.int64)  # the upper 19 bits
+        for part in signature.reshape(-1, BANDS):  # a hash of every band, four times asked and four times answered
+            keys = (keys ^ part) * _MIX
+            keys ^= keys >> np.uint64(29)
+        at = np.arange(BANDS), (keys >> np.uint64(KEY_BITS + 1 - SLOT_BITS)).astype(np.int64)
         found = np.unique(self._slots[at])
         found = found[found > 0] - 1
-        if len(found) and (self._signatures[found] == signature).mean(axis=1).max() >= NEAR:
+        if len(found) and ((self._signatures[found] == signature).mean(axis=2) >= NEAR).all(axis=1).any():
             return True
         self._signatures[self._next] = signature
         self._slots[at] = self._next + 1
         self._next = (self._next + 1) % REMEMBERED
         return False
 
-    def _signature(self, prompt: NDArray[np.uint32], completion: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The least of each hash over all shingles."""
-        tail = max(len(completion), LEAST_PROMPT)
-        ids = np.concatenate([prompt[-tail:], completion]).astype(np.uint64)
+    def _signature(self, tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The least of each hash over all shingles; of fewer tokens than one has, over them all as one."""
+        ids = tokens.astype(np.uint64) + np.uint64(1)
         shingles = np.zeros(max(1, len(ids) - SHINGLE + 1), dtype=np.uint64)
         for i in range(min(SHINGLE, len(ids))):
             shingles = (shingles ^ ids[i : i + len(shingles)]) * _MIX

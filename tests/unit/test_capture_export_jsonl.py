@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,38 @@ def test_raw_prompts_are_no_conversations_and_calls_cut_off_no_objects(tmp_path:
         result = export_jsonl(store, tmp_path / "out")
     assert (result.documents, result.skipped.no_chat, result.skipped.broken_calls) == (1, 1, 1)
     assert conversation_of(rows[0]) is None
+
+
+def test_rows_of_which_only_text_is_kept_are_conversations_too_but_not_redacted_ones(tmp_path: Path) -> None:
+    gone: dict[str, Any] = {"prompt_tokens": None, "completion_tokens": None, "logprobs": None, "seed": None}
+    opening = [{"role": "user", "content": "Hi"}]
+    later = [*opening, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And?"}]
+    rows = [
+        generation(**gone, request={"messages": messages}, response_text=f"{i}")
+        for i in range(9)
+        for messages in (opening, later)
+    ]
+    loop = generation(**gone, response_text="so it goes and goes on and on " * 3)
+    silent = generation(**gone, response_text="")
+    redacted = generation(**gone, parameters={"redacted": 1})
+    twice = generation(**gone, request=rows[0].request, response_text="0")
+    path = write(tmp_path / "capture.db", *rows, twice, loop, silent, redacted)
+    with Store.open(path) as store:
+        result = export_jsonl(store, tmp_path / "out", Wanted(near_duplicates=False, loops=False))
+    skipped = {name: count for name, count in asdict(result.skipped).items() if count}
+    assert skipped == {"redacted": 1, "no_completion": 1, "loops": 1, "near_duplicates": 1}
+    found = [json.loads(line) for line in (tmp_path / "out" / "shard-00000.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in found] == [row.id for row in rows]
+    assert len({line["split"] for line in found}) == 1, "later turns stay on the side of the first"
+
+
+def test_what_has_more_in_it_than_text_is_left_out(tmp_path: Path) -> None:
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    bodies: list[dict[str, Any]] = [{"messages": picture}, {"messages": ["Hi"]}, {"messages": [{"content": "Hi"}]}]
+    path = write(tmp_path / "capture.db", generation(), *(generation(request=body) for body in bodies))
+    with Store.open(path) as store:
+        result = export_jsonl(store, tmp_path / "out")
+    assert (result.documents, result.skipped.not_text) == (1, 3)
 
 
 def test_nothing_but_raw_prompts_is_nothing_to_export(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_an_answer_that_was_cut_off_is_asked_for_as_far_as_it_got(tokens: int) -
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"completion_tokens": None, "prompt_tokens": None, "logprobs": None}, "redacted"),
+        ({"completion_tokens": None, "prompt_tokens": None, "logprobs": None}, "no token ids"),
+        ({"parameters": {"redacted": 2}, "completion_tokens": None, "prompt_tokens": None, "seed": None}, "redacted"),
         ({"seed": None}, "no seed"),
         ({"build": "upstream", "weights_fingerprint": "upstream:there"}, "another server"),
         ({"weights_fingerprint": "e" * 64}, f"another weights: {'a' * 64}, the row was made with {'e' * 64}"),
