@@ -105,9 +105,12 @@ class Page:
     session: str
     complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    _loaded: threading.Event = field(default_factory=threading.Event)
 
     def hear(self, method: str, params: dict[str, Any]) -> None:
         match method:
+            case "Page.loadEventFired":
+                self._loaded.set()
             case "Network.requestWillBeSent":
                 self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
@@ -124,8 +127,9 @@ class Page:
 
     def open(self, url: str) -> None:
         """Go there, and wait until all of it is loaded."""
+        self._loaded.clear()
         self.send("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.protocol !== 'about:'")
+        assert self._loaded.wait(ANSWER_SECONDS), f"{url} does not load"
 
     def do(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited. Raises BrowserError where it throws."""
