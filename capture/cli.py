@@ -11,6 +11,9 @@ import typer
 
 from capture.commands.export import export
 from capture.commands.list import list_
+from capture.commands.merge import merge_
+from capture.commands.prune import prune_
+from capture.commands.redact import redact
 from capture.commands.replay import replay
 from capture.commands.show import show
 from capture.commands.stats import stats
@@ -27,6 +30,9 @@ app.command()(stats)
 app.command("list")(list_)
 app.command()(show)
 app.command()(export)
+app.command("prune")(prune_)
+app.command()(redact)
+app.command("merge")(merge_)
 app.command()(replay)
 
 

@@ -152,7 +152,14 @@ def to_row(generation: Generation) -> dict[str, object]:
 
 
 def from_row(row: Mapping[str, Any]) -> Generation:
-    """The generation of a row read with every column of `COLUMNS`."""
+    """The generation of a row read with every column of `COLUMNS`. Raises RecordError where it holds no generation."""
+    try:
+        return _decode(row)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"generation {row['id']} cannot be read: {error}") from error
+
+
+def _decode(row: Mapping[str, Any]) -> Generation:
     values = {f.name: row[f.name] for f in fields(Generation)}
     for name in JSON_FIELDS:
         values[name] = json.loads(values[name])

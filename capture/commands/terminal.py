@@ -32,17 +32,24 @@ CapturePath = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 
 
 @contextmanager
 def opened(path: Path | None) -> Iterator[Store]:
-    """The store, with every expected failure turned into one line on stderr and an exit code."""
+    """The store of the file to read, with every expected failure as `named` has it."""
+    with named(path) as file, Store.open(file) as store:
+        yield store
+
+
+@contextmanager
+def named(path: Path | None) -> Iterator[Path]:
+    """The file that is meant, with every expected failure turned into one line on stderr and an exit code."""
     path = path or default_path()
     try:
         if str(path) == "off":
             raise CaptureError("capture is off (DRAFTLOOP_CAPTURE=off): name a file with --capture")
-        with Store.open(path) as store:
-            yield store
+        yield path
     except NothingToExportError as error:
         fail(str(error), 1)
     except CaptureError as error:

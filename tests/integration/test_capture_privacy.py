@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from capture.redact import PLACEHOLDER, Redactor
+from capture.changing import changing
+from capture.cli import app
+from capture.migrations import MIGRATIONS, upgrade
+from capture.redact import PLACEHOLDER, Redactor, redactor
+from capture.redact_rows import redact_rows
+from capture.store import Store
+from capture.writer import CaptureWriter
 from serve.settings import load
+from tests.capture_rows import generation, write
 from tests.fake_backend import Script
-from tests.servers import CHAT, ROOT, clean_environment
+from tests.servers import CHAT, ROOT, clean_environment, rows
 
 HEADER = "X-Draftloop-Capture"
 SECRET = "alice@example.com"
@@ -130,3 +140,110 @@ def test_a_pattern_that_is_none_is_one_line_and_exit_code_two():
     )
     assert refused.returncode == 2
     assert refused.stderr == "serve: '(' is no regular expression: missing ), unterminated subpattern at position 0\n"
+
+
+IDS = [7_777_001, 7_777_002, 7_777_003, 7_777_004]
+ID_BYTES = b"".join(token.to_bytes(4, "little") for token in IDS)
+
+
+def telling(number: int, **fields: Any) -> Any:
+    """A row that tells the secret in its text, and in its token ids."""
+    told = f"{number}: {SECRET} "
+    asked = {"messages": [{"role": "user", "content": told * 200}], "seed": 123_456_789}
+    return generation(response_text=told * 20, request=asked, completion_tokens=IDS, logprobs=[], **fields)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["redact", *map(str, arguments)])
+
+
+def test_old_rows_are_redacted_out_of_the_file_its_log_and_its_copies(tmp_path):
+    path = write(tmp_path / "c.db", *(telling(n) for n in range(50)))
+    with changing(path) as db:
+        db["generations"].delete_where("rowid % 3 = 0")  # free pages, with text in them
+        upgrade(db, path, [*MIGRATIONS, lambda db: None])  # the copy an upgrade makes
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    writer = CaptureWriter(path)  # holds the file open, as a server does: its log stays
+    writer.start()
+    for n in range(20):
+        writer.submit(telling(n, id=f"late-{n}")).result(10)
+    writer.submit(generation(id="clean")).result(10)
+    copy = tmp_path / "c.db.v1.bak"
+    for file in (path, tmp_path / "c.db-wal", copy):
+        assert SECRET.encode() in file.read_bytes()
+    would = run("--capture", path, "--dry-run", "email", "--json")
+    before = rows(path)
+    assert json.loads(would.stdout)["rows"] == len(before) - 1 == 54
+    assert copy.exists()
+    done = run("--capture", path, "email")
+    assert done.exit_code == 0, done.output
+    assert f"{54 * 220} matches in 54 rows redacted" in done.stdout
+    assert str(copy) in done.stdout
+    left = on_disk(path)
+    assert SECRET.encode() not in left
+    assert ID_BYTES not in left
+    assert b"123456789" not in left
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c.db", "c.db-shm", "c.db-wal"]
+    writer.submit(generation(id="after")).result(10)
+    assert writer.close(10)
+    found = {row.id: row for row in rows(path)}
+    assert len(found) == len(before) + 1
+    for row in before:
+        if row.id == "clean":
+            assert found[row.id].completion_tokens.tolist() == row.completion_tokens.tolist()
+        else:
+            assert found[row.id].redacted == 220
+            assert found[row.id].response_text == row.response_text.replace(SECRET, PLACEHOLDER)
+            assert found[row.id].completion_tokens is found[row.id].seed is None
+    assert "0 matches in 0 rows" in run("--capture", path, "email").stdout
+
+
+def test_only_chosen_rows_are_redacted(tmp_path):
+    path = write(tmp_path / "c.db", telling(1, id="a", client="x"), telling(2, id="b", client="y"))
+    assert run("--capture", path, "--client", "x", "email").exit_code == 0
+    assert [bool(row.redacted) for row in rows(path)] == [True, False]
+
+
+def test_two_redactions_at_once_lose_nothing_of_each_other(tmp_path):
+    both = [generation(id=f"{n:03}", response_text="one two " * 50) for n in range(300)]
+    path = write(tmp_path / "c.db", *both)
+    made = [redactor([word]) for word in ("one", "two")]
+    threads = [threading.Thread(target=redact_rows, args=(path, one)) for one in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {row.response_text for row in rows(path)} == {f"{PLACEHOLDER} {PLACEHOLDER} " * 50}
+    assert {row.redacted for row in rows(path)} == {100}
+
+
+def test_a_read_that_holds_the_log_is_said_and_the_next_run_empties_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("capture.changing.LOG_SECONDS", 0.1)
+    path = write(tmp_path / "c.db", *(telling(n) for n in range(5)))
+    with Store.open(path) as store, store.snapshot():
+        assert store.count() == 5
+        done = run("--capture", path, "email")
+    assert done.exit_code == 2
+    assert "run this again" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert run("--capture", path, "email").exit_code == 0
+    assert SECRET.encode() not in on_disk(path)
+
+
+def test_a_redacted_row_trains_nothing(tmp_path):
+    path = write(tmp_path / "c.db", telling(1), generation(id="clean"))
+    assert run("--capture", path, "email").exit_code == 0
+    for form in ("npz", "jsonl"):
+        out = tmp_path / form
+        done = CliRunner().invoke(app, ["export", "--to", form, "--capture", str(path), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert json.loads((out / "manifest.json").read_text())["counts"]["documents"] == 1
+
+
+@pytest.mark.parametrize("arguments", [["("], ["a*"], ["--redact-file", "none"]])
+def test_a_pattern_that_cannot_be_used_changes_nothing(tmp_path, arguments):
+    path = write(tmp_path / "c.db", telling(1))
+    done = run("--capture", path, *arguments)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert run("--capture", path).exit_code == 2
+    assert rows(path)[0].redacted == 0
