@@ -72,6 +72,9 @@ class Metrics:
             "capture_generations", "Rows committed by status; opted_out counts generations that left none.", ["status"]
         )
         self.capture_failures = self._counter("capture_failures", "Generations whose row was lost.")
+        self.capture_queue_full = self._counter(
+            "capture_queue_full", "Of the generations whose row was lost, those that found no room in the queue."
+        )
         self.capture_late = self._counter("capture_late", "Answers sent before their row was committed.")
         self.capture_redacted = self._counter("capture_redacted", "Rows in which text was redacted.")
         self.capture_commit = self._histogram(
@@ -82,9 +85,11 @@ class Metrics:
         for status in STATUSES:
             self.captured.labels(status)
 
-    def watch(self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int]) -> None:
-        """Read the engine's counters (None: nothing to tell yet) and the capture queue's depth at every scrape."""
-        self._registry.register(_Scrape(stats, queue_depth))
+    def watch(
+        self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int], failing: Callable[[], bool]
+    ) -> None:
+        """Read the engine's counters (None: nothing to tell yet) and how capture is doing at every scrape."""
+        self._registry.register(_Scrape(stats, queue_depth, failing))
 
     def tell_as_vllm_too(self, model_name: Callable[[], str | None]) -> None:
         """Every figure that vLLM has, under its name and with its labels, from now on; None: no model yet."""
@@ -109,15 +114,19 @@ class Metrics:
 class _Scrape(Collector):
     """prometheus_client's way to expose figures that somebody else counts."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], queue_depth: Callable[[], int], failing: Callable[[], bool]
+    ) -> None:
         self._stats = stats
         self._queue_depth = queue_depth
+        self._failing = failing
 
     def describe(self) -> list[Metric]:
         return []  # nothing can clash: every other name stands in Metrics
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("capture_queue_depth", "Rows handed to the writer and not yet committed.", self._queue_depth())
+        yield _gauge("capture_failing", "1 while rows wait for a file that cannot be written.", self._failing())
         stats = self._stats()
         if stats is None:
             return

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from backend.interface import FinishReason, Result
 from capture.records import Generation, Status, new_id, utc_now
 from capture.redact import Redactor, redactor
 from capture.store import default_path
-from capture.writer import CaptureWriter
+from capture.writer import CaptureWriter, QueueFullError
 from serve.metrics import Metrics
 from serve.schemas.answer import Timings
 from serve.settings import Settings
@@ -57,7 +58,12 @@ def open_writer(settings: Settings) -> CaptureWriter | None:
     if settings.capture == "off":
         return None
     path = default_path() if settings.capture is None else Path(settings.capture).expanduser()
-    return CaptureWriter(path, synchronous=settings.capture_synchronous)
+    return CaptureWriter(
+        path,
+        synchronous=settings.capture_synchronous,
+        max_rows=settings.capture_max_rows,
+        max_bytes=int(settings.capture_max_memory * 2**20),
+    )
 
 
 def open_redactor(settings: Settings) -> Redactor | None:
@@ -76,6 +82,7 @@ class Recorder:
         self._metrics = metrics
         self._commit_timeout = commit_timeout
         self._late: set[asyncio.Future[None]] = set()
+        self._room = asyncio.Event()  # set, and made anew, whenever a row has left the queue
 
     def start(self) -> None:
         """Open the file. Raises CaptureError."""
@@ -87,11 +94,18 @@ class Recorder:
         return self._writer is None or self._writer.close(timeout)
 
     @property
-    def state(self) -> Literal["on", "off", "late"]:
-        """late: an answer has left whose row is still not committed."""
+    def state(self) -> Literal["on", "off", "late", "failing"]:
+        """late: an answer has left whose row is still not committed; failing: nor can it be, as the file is now."""
         if self._writer is None:
             return "off"
+        if self._writer.failing:
+            return "failing"
         return "late" if self._late else "on"
+
+    @property
+    def late(self) -> int:
+        """Rows not yet committed whose answers have left."""
+        return len(self._late)
 
     @property
     def depth(self) -> int:
@@ -99,7 +113,10 @@ class Recorder:
         return 0 if self._writer is None else self._writer.depth
 
     async def record(self, origin: Origin, result: Result) -> None:
-        """Write the row and wait for its commit, at most the commit timeout; later it stays queued. Never raises."""
+        """Write the row and wait for its commit, at most the commit timeout; later it stays queued. Never raises.
+
+        Where the queue stays full for that long, the row is lost.
+        """
         if self._writer is None:
             return
         if origin.opted_out:
@@ -108,13 +125,30 @@ class Recorder:
         began = time.perf_counter()
         if (row := self._redacted(to_generation(origin, result))) is None:
             return
-        commit = asyncio.wrap_future(self._writer.submit(row))
+        deadline = began + self._commit_timeout
+        if (commit := await self._submitted(self._writer, row, deadline)) is None:
+            self._metrics.capture_failures.inc()
+            self._metrics.capture_queue_full.inc()
+            log.error("capture: generation %s is lost: too many rows wait to be written", origin.id)
+            return
         commit.add_done_callback(partial(self._settled, STATUS[result.finish_reason], began))
-        done, _ = await asyncio.wait({commit}, timeout=self._commit_timeout)
+        done, _ = await asyncio.wait({commit}, timeout=max(0.0, deadline - time.perf_counter()))
         if not done:
             self._late.add(commit)
             self._metrics.capture_late.inc()
             log.warning("capture: generation %s is answered before its row is committed", origin.id)
+
+    async def _submitted(self, writer: CaptureWriter, row: Generation, deadline: float) -> asyncio.Future[None] | None:
+        """The row's commit to come; None where the queue was full until the deadline."""
+        while True:
+            room = self._room
+            try:
+                return asyncio.wrap_future(writer.submit(row))
+            except QueueFullError:
+                if (left := deadline - time.perf_counter()) <= 0:
+                    return None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(room.wait(), left)
 
     def _redacted(self, row: Generation) -> Generation | None:
         """The row as it may be stored; None, counted as lost, where that cannot be told."""
@@ -132,6 +166,8 @@ class Recorder:
 
     def _settled(self, status: Status, began: float, commit: asyncio.Future[None]) -> None:
         self._late.discard(commit)
+        room, self._room = self._room, asyncio.Event()
+        room.set()
         if commit.cancelled() or commit.exception() is not None:
             self._metrics.capture_failures.inc()  # the writer has logged why
             return

@@ -53,7 +53,7 @@ class Service:
         self._started = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._generations: set[Generation] = set()
-        self.metrics.watch(self.stats, lambda: self.recorder.depth)
+        self.metrics.watch(self.stats, lambda: self.recorder.depth, lambda: self.recorder.state == "failing")
         if settings.metrics_compat == "vllm":
             self.metrics.tell_as_vllm_too(lambda: self.model_name if self.has_model else None)
 

@@ -181,6 +181,15 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="Seconds a finished answer waits for its row to be committed before it is sent regardless.",
     )
+    capture_max_rows: int = Field(
+        10_000,
+        ge=1,
+        description="Most rows that wait to be written. Beyond them a finished answer waits for room, at most "
+        "--capture-commit-timeout; then its row is lost.",
+    )
+    capture_max_memory: float = Field(
+        256.0, gt=0, allow_inf_nan=False, description="Most MiB of rows that wait to be written."
+    )
     redact: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_lines)] = Field(
         (),
         description="Regular expression, or email, key, card, phone or ip, of what is taken out of rows before they "

@@ -29,12 +29,13 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """200 where a request sent now would start. A late capture is told, not punished: it fails no request."""
+    """200 where a request sent now would start. Late or failing capture is told, not punished: it fails no request."""
     service: Service = request.app.state.service
     body = {
         "status": service.state.value,
         "capture": service.recorder.state,
-        "capture_late": service.recorder.state == "late",
+        "capture_late": service.recorder.late > 0,
+        "capture_failing": service.recorder.state == "failing",
         "capture_queue_depth": service.recorder.depth,
     }
     if service.state is State.READY:

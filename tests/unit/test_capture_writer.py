@@ -271,9 +271,9 @@ def test_writers_that_make_the_file_at_once_agree(path: Path) -> None:
 
 @pytest.mark.parametrize(("synchronous", "level"), [("FULL", 2), ("NORMAL", 1)])
 def test_commits_reach_the_disk_as_asked(path: Path, synchronous: str, level: int) -> None:
-    from capture.writer import _open_for_writing
+    from capture.writer import open_for_writing
 
-    with closing(_open_for_writing(path, synchronous)) as db:  # type: ignore[arg-type]
+    with closing(open_for_writing(path, synchronous)) as db:  # type: ignore[arg-type]
         assert db.execute("PRAGMA synchronous").fetchone() == (level,)
         assert db.journal_mode == "wal"
 
