@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,22 @@ def test_plain_text_has_the_ids_of_the_reference_vocabulary() -> None:
     source = get_tokenizer("Qwen/Qwen3.5-9B")
     for text in ["Hello, world!", "你好，世界", "12345", *ODD_TEXTS, "<|im_end|><think>"]:
         assert loaded().plain(text) == source.encode(text, allowed_special=set(), disallowed_special=())
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
+    tokenizer, ended = loaded(), threading.Event()
+
+    def tokenize() -> None:
+        tokenizer.plain("word é日本 1234 " * 50_000)
+        ended.set()
+
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    rounds = 0
+    while not ended.wait(0.001):
+        rounds += 1
+    thread.join()
+    assert rounds >= 10  # it is one call of the library, during which nobody could otherwise do anything
 
 
 def test_answers_end_at_the_named_tokens() -> None:
