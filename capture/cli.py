@@ -17,6 +17,7 @@ from capture.commands.redact import redact
 from capture.commands.replay import replay
 from capture.commands.show import show
 from capture.commands.stats import stats
+from capture.commands.verify import verify_
 
 app = typer.Typer(
     name="capture",
@@ -33,6 +34,7 @@ app.command()(export)
 app.command("prune")(prune_)
 app.command()(redact)
 app.command("merge")(merge_)
+app.command("verify")(verify_)
 app.command()(replay)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sqlite_utils import Database
 
 from capture.filters import EVERY_ROW, Filters
-from capture.migrations import check, upgrade
+from capture.migrations import check, schema_version, upgrade
 from capture.records import COLUMNS, CaptureError, Generation, Status, from_row, storable
 from capture.selection import KEY_BITS, Sample, sample_key
 
@@ -142,10 +142,10 @@ class Store:
             if readonly:
                 # Not SQLite's own read-only mode: it cannot recover a killed writer's log, and leaves files behind.
                 db.execute("PRAGMA query_only = ON")
-                check(db, path)
-            else:
+            elif schema_version(db):
                 upgrade(db, path)
             db.register_function(sample_key, deterministic=True)
+            check(db, path)
         except sqlite3.Error as error:
             db.close()
             raise file_error(path, error) from error
@@ -193,6 +193,19 @@ class Store:
             yield from_row(row)
 
     def sampled(self, sample: Sample, *, where: str, arguments: Sequence[Any] = ()) -> tuple[str, list[Any]]:
+    def stored(self, chosen: Filters = EVERY_ROW) -> Iterator[Mapping[str, Any]]:
+        """Rows as they are stored, oldest first, one in memory at a time."""
+        yield from self._table.rows_where(*chosen.sql(), order_by="created_at, id", select=", ".join(COLUMNS))
+
+    def integrity(self) -> Sequence[str]:
+        """What SQLite finds wrong with the file's pages and indexes, up to a hundred lines."""
+        try:
+            return [line for (line,) in self._db.execute("PRAGMA integrity_check") if line != "ok"]
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CORRUPT:
+                raise
+            return [str(error)]
+
         """A condition that holds for the sample's rows alone of those that meet `where`, and its arguments."""
         if sample.share is not None:
             return "sample_key(id, ?) < ?", [sample.seed, int(sample.share * (1 << KEY_BITS))]

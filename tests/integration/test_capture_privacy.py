@@ -168,7 +168,7 @@ def test_old_rows_are_redacted_out_of_the_file_its_log_and_its_copies(tmp_path):
     for n in range(20):
         writer.submit(telling(n, id=f"late-{n}")).result(10)
     writer.submit(generation(id="clean")).result(10)
-    copy = tmp_path / "c.db.v1.bak"
+    copy = tmp_path / f"c.db.v{len(MIGRATIONS)}.bak"
     for file in (path, tmp_path / "c.db-wal", copy):
         assert SECRET.encode() in file.read_bytes()
     would = run("--capture", path, "--dry-run", "email", "--json")

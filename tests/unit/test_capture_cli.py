@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from capture.cli import app
 from capture.records import Generation
 from tests.capture_rows import generation, write
 
@@ -49,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["stats", "list", "show", "export"]),
+        ([], ["stats", "list", "show", "export", "prune", "redact", "merge", "verify", "replay"]),
         (["stats"], ["--capture", "--json", "DRAFTLOOP_CAPTURE"]),
         (["list"], ["--capture", "--json", "--limit", "--status", "--since", "--tag"]),
         (["show"], ["--capture", "--json", "ID"]),
@@ -149,6 +151,33 @@ def test_the_file_is_named_by_option_before_variable_before_default(path: Path, 
 
 
 COMMANDS = (["stats"], ["list"], ["show", "x"], ["export", "--to", "npz"])
+
+
+@pytest.mark.parametrize(
+    "command", [["prune", "--max-rows", "1"], ["redact", "x"], ["verify"], ["merge", "all.db"]], ids=lambda c: c[0]
+)
+def test_a_bad_file_is_one_line_to_whatever_would_change_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("hello " * 100)
+    (tmp_path / "empty").write_text("")
+    with closing(sqlite3.connect(tmp_path / "new.db")) as db:
+        db.execute("PRAGMA user_version = 99")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for name, words in (
+        ("none", "no capture file"),
+        ("text", "is not an SQLite file"),
+        ("new.db", "newer draftloop"),
+        ("empty", "is empty"),
+    ):
+        where = [name] if command[0] == "merge" else ["--capture", name]
+        done = CliRunner().invoke(app, [*command, *where])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith("capture: ")
+        assert done.stderr.count("\n") == 1
+        assert words in done.stderr
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -9,11 +9,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 from typer.testing import CliRunner, Result
 
 from capture.cli import app
 from capture.filters import Filters
 from capture.merge import merge
+from capture.migrations import MIGRATIONS, schema_version, upgrade
 from capture.records import CaptureError, Generation, to_row
 from capture.store import Store
 from capture.writer import CaptureWriter
@@ -99,6 +101,19 @@ def test_a_damaged_row_is_one_line_that_names_it(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "generation torn cannot be read" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_file_of_an_older_version_is_upgraded_first(tmp_path: Path) -> None:
+    old = tmp_path / "old.db"
+    old.touch()
+    with closing(Database(old)) as db:
+        upgrade(db, old, MIGRATIONS[:1])
+        db["generations"].insert(to_row(generation(id="old")))
+        assert schema_version(db) == 1
+    assert merge(tmp_path / "all.db", [old])[0].copied == 1
+    assert rows(tmp_path / "all.db").keys() == {"old"}
+    with closing(Database(old)) as db:
+        assert schema_version(db) == len(MIGRATIONS)
 
 
 def test_a_replica_may_be_running(tmp_path: Path) -> None:
