@@ -198,10 +198,11 @@ class CaptureWriter:
                         left, self._queue = self._queue, deque()
                     self._fail([*batch, *left], error)
                     return
-                again = True
                 self._note(error, began)
                 self._report_failure(error, 0)
-                self._give_up.wait(max(0.0, SLICE_SECONDS - (time.monotonic() - began)))
+                if again:  # the first time it is tried once more at once: the file may only have been moved
+                    self._give_up.wait(max(0.0, SLICE_SECONDS - (time.monotonic() - began)))
+                again = True
                 continue
             self._settle(batch, refused, time.monotonic() - began)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from capture.opening import open_for_writing
 from capture.records import CaptureError, RecordError
-from capture.store import Store, default_path
-from capture.writer import CaptureWriter
-from tests.capture_rows import generation
+from capture.store import Store, default_path, wal_path
+from capture.writer import CaptureWriter, QueueFullError
+from tests.capture_rows import generation, write
 
 LOCKER = """
 import sqlite3, sys
@@ -195,6 +198,20 @@ def test_closing_gives_up_in_time_and_says_so(writer: CaptureWriter, path: Path,
     assert writer.depth == 0
 
 
+def test_what_is_queued_behind_a_batch_that_is_given_up_is_given_up_with_it(
+    writer: CaptureWriter, path: Path, events: Events
+) -> None:
+    with locked_by_another_process(path):
+        futures = [writer.submit(generation())]
+        wait_until(lambda: events.failures)
+        futures += [writer.submit(generation()) for _ in range(20)]
+        assert writer.close(timeout=0) is False
+        wait_until(lambda: all(future.done() for future in futures), 5)
+    assert all(future.exception() for future in futures)
+    assert sum(rows for _, rows in events.failures) == 21
+    assert writer.depth == 0
+
+
 def test_a_closed_writer_refuses_rows_through_the_future(writer: CaptureWriter, events: Events) -> None:
     assert writer.close(timeout=10)
     assert isinstance(writer.submit(generation()).exception(timeout=0), CaptureError)
@@ -271,8 +288,6 @@ def test_writers_that_make_the_file_at_once_agree(path: Path) -> None:
 
 @pytest.mark.parametrize(("synchronous", "level"), [("FULL", 2), ("NORMAL", 1)])
 def test_commits_reach_the_disk_as_asked(path: Path, synchronous: str, level: int) -> None:
-    from capture.writer import open_for_writing
-
     with closing(open_for_writing(path, synchronous)) as db:  # type: ignore[arg-type]
         assert db.execute("PRAGMA synchronous").fetchone() == (level,)
         assert db.journal_mode == "wal"
@@ -311,3 +326,149 @@ def test_the_default_file_is_the_one_configured_else_in_the_data_home(
     assert default_path() == Path("/home/someone/.local/share/draftloop/capture.db")
     monkeypatch.delenv("XDG_DATA_HOME")
     assert default_path() == Path("/home/someone/.local/share/draftloop/capture.db")
+
+
+@contextmanager
+def writing(path: Path, **options: Any) -> Iterator[CaptureWriter]:
+    writer = CaptureWriter(path, **options)
+    writer.start()
+    try:
+        yield writer
+    finally:
+        writer.close(timeout=20)
+
+
+@pytest.mark.parametrize("bound", [{"max_rows": 3}, {"max_bytes": 3_000_000}])
+def test_a_full_queue_takes_no_row_and_counts_none_until_there_is_room(path: Path, bound: dict[str, int]) -> None:
+    events = Events()
+    with writing(path, on_commit=events.commit, on_failure=events.failure, **bound) as writer:
+        with locked_by_another_process(path):
+            futures = [writer.submit(generation(response_text="x" * 1_000_000)) for _ in range(3)]
+            with pytest.raises(QueueFullError, match="3 rows wait"):
+                writer.submit(generation())
+            assert writer.depth == 3
+        for future in futures:
+            future.result(timeout=10)
+        writer.submit(generation(id="later")).result(timeout=10)
+        assert writer.depth == 0
+    assert len(ids(path)) == sum(events.commits) == 4
+    assert not any(rows for _, rows in events.failures)
+
+
+def test_an_empty_queue_takes_a_row_of_any_size(path: Path) -> None:
+    with writing(path, max_bytes=10) as writer:
+        writer.submit(generation(id="large", response_text="x" * 1_000_000)).result(timeout=10)
+    assert ids(path) == {"large"}
+
+
+def test_a_great_many_rows_are_written_in_transactions_of_a_bounded_size(path: Path) -> None:
+    events = Events()
+    with writing(path, on_commit=events.commit) as writer:
+        with locked_by_another_process(path):
+            for _ in range(2_500):
+                writer.submit(generation())
+        assert writer.close(timeout=60)
+    assert sum(events.commits) == len(ids(path)) == 2_500
+    assert max(events.commits) <= 1_000
+
+
+def test_a_file_that_is_deleted_is_begun_anew(writer: CaptureWriter, path: Path) -> None:
+    writer.submit(generation(id="gone")).result(timeout=10)
+    path.unlink()
+    writer.submit(generation(id="kept")).result(timeout=10)
+    assert ids(path) == {"kept"}
+    assert {p.stat().st_mode & 0o777 for p in path.parent.iterdir()} == {0o600}
+
+
+def test_a_folder_that_is_deleted_is_made_anew(writer: CaptureWriter, path: Path) -> None:
+    writer.submit(generation(id="gone")).result(timeout=10)
+    shutil.rmtree(path.parent)
+    writer.submit(generation(id="kept")).result(timeout=10)
+    assert ids(path) == {"kept"}
+
+
+def test_a_file_that_is_moved_away_takes_every_earlier_row_with_it(writer: CaptureWriter, path: Path) -> None:
+    before = {writer.submit(row := generation()).result(timeout=10) or row.id for _ in range(20)}
+    moved = path.replace(path.with_name("archive.db"))  # its log stays behind, with the rows in it
+    writer.submit(generation(id="after")).result(timeout=10)
+    assert ids(path) == {"after"}
+    assert before <= ids(moved)
+    for file in (path, moved):
+        with closing(sqlite3.connect(file)) as db:
+            assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_capture_file_put_in_its_place_is_written_to(writer: CaptureWriter, path: Path, tmp_path: Path) -> None:
+    writer.submit(generation(id="mine")).result(timeout=10)
+    write(tmp_path / "other.db", generation(id="theirs")).replace(path)
+    writer.submit(generation(id="next")).result(timeout=10)
+    assert ids(path) == {"theirs", "next"}
+
+
+def test_rows_wait_for_as_long_as_a_foreign_file_stands_at_the_path(
+    writer: CaptureWriter, path: Path, tmp_path: Path
+) -> None:
+    writer.submit(generation()).result(timeout=10)
+    (tmp_path / "notes").write_text("not a database" * 100)
+    (tmp_path / "notes").replace(path)
+    waits = writer.submit(generation(id="waits"))
+    wait_until(lambda: writer.failing)
+    assert not waits.done()
+    assert path.read_text().startswith("not a database")
+    path.unlink()
+    waits.result(timeout=10)
+    assert ids(path) == {"waits"}
+    assert not writer.failing
+
+
+def test_a_log_that_is_deleted_costs_no_row_and_doubles_none(writer: CaptureWriter, path: Path, events: Events) -> None:
+    writer.submit(generation(id="before")).result(timeout=10)
+    wal_path(path).unlink()
+    writer.submit(generation(id="after")).result(timeout=10)
+    writer.submit(generation(id="next")).result(timeout=10)
+    assert ids(path) == {"before", "after", "next"}
+    assert sum(events.commits) == 3
+    assert not any(rows for _, rows in events.failures)
+
+
+def test_a_lock_that_outlasts_the_writers_patience_is_told_as_a_failure(
+    writer: CaptureWriter, path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.writer.WRITER_BUSY_SECONDS", 1.5)
+    with locked_by_another_process(path):
+        future = writer.submit(generation(id="waits"))
+        wait_until(lambda: events.failures)
+        assert not writer.failing
+        wait_until(lambda: writer.failing)
+    future.result(timeout=10)
+    assert not writer.failing
+    assert ids(path) == {"waits"}
+
+
+def test_the_log_stays_short_although_reads_never_cease(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOG_BYTES", 200_000), ("LONG_LOG_BYTES", 1_000_000), ("RESTART_EVERY_SECONDS", 0.05)):
+        monkeypatch.setattr(f"capture.writer.{name}", value)
+    over = threading.Event()
+
+    def read() -> None:
+        with Store.open(path) as store:
+            while not over.is_set():
+                with store.snapshot():
+                    store.count()
+                    time.sleep(0.02)
+
+    with writing(path, synchronous="NORMAL") as writer:
+        readers = [threading.Thread(target=read) for _ in range(4)]
+        for reader in readers:
+            reader.start()
+        try:
+            longest = 0
+            for _ in range(400):
+                writer.submit(generation(response_text="x" * 100_000)).result(timeout=20)
+                longest = max(longest, wal_path(path).stat().st_size)
+        finally:
+            over.set()
+            for reader in readers:
+                reader.join()
+        assert longest < 30_000_000
+    assert [p.name for p in path.parent.iterdir()] == ["capture.db"]
