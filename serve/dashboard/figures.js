@@ -69,8 +69,10 @@ function showSlots(drafting) {
     const [, track, now, always] = drawn[at].children;
     drawn[at].dataset.drafter = name;
     track.firstChild.style.width = `${100 * (recent.acceptance[slot] ?? 0)}%`;
-    setText(now, `${percent(recent.acceptance[slot])} (${of(recent.accepted[slot], recent.proposed[slot])})`);
-    setText(always, `${percent(total.acceptance[slot])} (${of(total.accepted[slot], total.proposed[slot])})`);
+    for (const [place, counts] of [[now, recent], [always, total]]) {
+      setText(place.firstChild, percent(counts.acceptance[slot]));
+      setText(place.lastChild, of(counts.accepted[slot], counts.proposed[slot]));
+    }
   });
 }
 
@@ -80,8 +82,8 @@ function slotLine(slot) {
     { className: `slot slot-${slot % 8}` },
     element("span", { text: `slot ${slot}` }),
     element("div", { className: "track" }, element("div", { className: "bar" })),
-    element("span", { title: "the last 60 seconds" }),
-    element("span", { className: "dim", title: "since start" }),
+    element("span", { title: "the last 60 seconds" }, element("span"), element("small")),
+    element("span", { className: "dim", title: "since start" }, element("span"), element("small")),
   );
   line.dataset.slot = slot;
   return line;

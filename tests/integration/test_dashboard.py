@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from backend.interface import EngineStats
 from serve.live import Buckets, Slots
 from tests.fake_backend import SLOTS, FakeBackend, Script
 from tests.servers import CHAT, Server, eventually, running_app
@@ -242,9 +244,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
 """
 
     class Proxy(FakeBackend):
-        def stats(self):
-            from dataclasses import replace
-
+        def stats(self) -> EngineStats:
             return replace(super().stats(), kv_cache_usage=None, drafters=(), upstream_metrics=exposition)
 
     with running_app(backend=Proxy(), capture="off") as server:

@@ -6,12 +6,14 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from backend.interface import EngineStats
 from tests import browser
 from tests.browser import Browser, Page
 from tests.fake_backend import SLOTS, FakeBackend, Script
@@ -93,8 +95,18 @@ def tokens(page: Page) -> list[list[str]]:
     return told
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} % ({part:.0f} / {whole:.0f})"
+def slots(page: Page) -> list[list[Any]]:
+    """A line each: drafter, slot, acceptance and counts of the last minute, the same since start, the bar's width."""
+    told: list[list[Any]] = page.do(
+        "[...document.querySelectorAll('.slot')].map(s => [s.dataset.drafter, s.dataset.slot,"
+        " ...[2, 3].flatMap(at => [...s.children[at].children].map(c => c.textContent)),"
+        " parseFloat(s.querySelector('.bar').style.width)])"
+    )
+    return told
+
+
+def percent(part: float, whole: float) -> list[str]:
+    return [f"{100 * part / whole:.1f} %", f"{part:,.0f} / {whole:,.0f}"]
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -127,13 +139,9 @@ def test_at_rest_every_number_is_that_of_metrics(serve, look):
     assert told["cache-hits"] == f"{100 * hits / queries:.1f} %"
     assert told["cache-counts"] == f"prefix cache: {hits:.0f} / {queries:.0f}"
 
-    slots = page.do(
-        "[...document.querySelectorAll('.slot')].map(s => [s.dataset.drafter, s.dataset.slot,"
-        " s.children[2].textContent, s.children[3].textContent, parseFloat(s.querySelector('.bar').style.width)])"
-    )
     ratio = [server.metric("spec_decode_acceptance_ratio", **of, position=str(slot)) for slot in range(SLOTS)]
-    assert slots == [
-        ["mtp", str(slot), percent(a, p), percent(a, p), pytest.approx(100 * ratio[slot], abs=0.01)]
+    assert slots(page) == [
+        ["mtp", str(slot), *percent(a, p), *percent(a, p), pytest.approx(100 * ratio[slot], abs=0.01)]
         for slot, (p, a) in enumerate(zip(proposed, accepted, strict=True))
     ]
     assert table(page, "requests") == {
@@ -307,6 +315,22 @@ def test_an_answer_that_breaks_off_says_so(serve, look, tmp_path):
     assert len(tokens(page)) > 1
 
 
+def test_before_an_upstream_an_answer_is_plain_text(serve, look):
+    class Upstreams(FakeBackend):
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), kv_cache_usage=None, drafters=())
+
+    server = serve(backend=Upstreams())
+    page = look(server)
+    assert (figures(page)["draft-tokens"], figures(page)["cache-usage"], figures(page)["running"]) == ("–", "–", "0")
+    assert page.do("document.querySelector('#tokens-note').hidden")
+    ask(page)
+    assert page.do("document.querySelector('.said.answer').firstChild.textContent") == "Hel"
+    assert tokens(page) == []
+    sent = server.rows()[0].request
+    assert sent.keys() == {"messages", "stream", "temperature", "max_tokens"}  # another server may know no more
+
+
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,11 +395,16 @@ def test_it_fits_every_width(serve, look, width):
     page = look(server, width=width, height=800, mobile=width < 500)
     ask(page, "z" * 400)
     assert page.do("document.documentElement.scrollWidth") <= width
+    # Nothing sticks out of its card, but what can be scrolled there.
     wide = page.do(
-        "[...document.querySelectorAll('main > *, .card, .tile, .said, svg, button')]"
-        f".filter(e => e.getBoundingClientRect().right > {width}).map(e => e.id + '.' + e.className)"
+        "[...document.querySelectorAll('.card *, .tile *')].filter(e => !e.closest('.scroll, svg, .hidden') &&"
+        " e.getBoundingClientRect().right > e.closest('.card, .tile').getBoundingClientRect().right)"
+        ".map(e => e.tagName + e.id + '.' + e.className)"
     )
     assert wide == []
+    if width < 500:
+        cards = page.do("[...document.querySelectorAll('.card:not(#key)')].map(c => c.getBoundingClientRect().width)")
+        assert min(cards) > 0.9 * width
 
 
 # -- what others wrote -----------------------------------------------------------------------------------------------
@@ -439,7 +468,6 @@ def test_before_a_real_engine_page_metrics_and_rows_say_the_same(look, drafting,
 
     total = f"{drafting.metric('generation_tokens_total'):,.0f}"
     page.until(f"document.querySelector('#requests [data-row=generated]').cells[1].textContent === '{total}'")
-    slots = page.do("[...document.querySelectorAll('.slot')].map(s => s.children[3].textContent)")
     counts = [
         [
             drafting.metric(f"spec_decode_num_{name}_tokens_per_pos_total", drafter="mtp", position=str(slot))
@@ -447,6 +475,6 @@ def test_before_a_real_engine_page_metrics_and_rows_say_the_same(look, drafting,
         ]
         for slot in range(4)
     ]
-    assert slots[:4] == [percent(a, p) for a, p in counts]
+    assert [line[4:6] for line in slots(page)[:4]] == [percent(a, p) for a, p in counts]
     fingerprint = drafting.http.get("/version").json()["fingerprints"]["drafter"]
     assert table(page, "drafters")["mtp"][3] == fingerprint[:12]
