@@ -72,8 +72,10 @@ def broken(error: httpx.HTTPError, timeout: float) -> Failure:
 
 
 def refusal(response: httpx.Response, data: bytes) -> Failure:
-    """An answer whose status is no success: a client's fault is passed on as told, the upstream's own is a 502."""
+    """An answer whose status is no success: a client's fault is passed on, ours or the upstream's own is a 502."""
     status, body = response.status_code, parsed(data)
+    if status == 401:  # the key is ours, whatever the client's is; some servers quote it
+        return Failure("The upstream answered 401: it wants another key than this server has for it.")
     said = _message(body) or data.decode("utf-8", "replace").strip()[:MOST_QUOTED]
     message = f"The upstream answered {status}" + (f": {said}" if said else ".")
     headers = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from backend import upstream as upstream_module
+from backend.upstream import backend as upstream_module
 from backend.upstream.backend import UpstreamBackend, UpstreamOptions
 from tests.misbehaving_upstream import Script, Upstream, chunk, completion, events, plain, stream
 from tests.proxied import Proxies, proxies
@@ -89,7 +89,6 @@ def test_an_upstream_whose_name_leads_nowhere(upstream, proxy):
     ("status", "body"),
     [
         (400, {"error": {"message": "too long", "type": "invalid_request_error", "param": "messages", "code": "x"}}),
-        (401, {"error": {"message": "who?", "type": "auth", "param": None, "code": None}}),
         (404, {"object": "error", "message": "no such model", "type": "NotFoundError", "param": None, "code": 404}),
         (422, {"detail": [{"loc": ["body", "messages"], "msg": "odd"}]}),
         (429, {"error": {"message": "slow down", "code": 429, "type": "rate"}}),
@@ -103,6 +102,18 @@ def test_a_clients_fault_is_passed_on_as_the_upstream_tells_it(upstream, proxy, 
     assert refused.headers["retry-after"] == "7"
     assert "x-secret" not in refused.headers
     failed_row(server, "")
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_that_our_key_is_refused_is_no_fault_of_the_clients_and_the_key_is_not_told(upstream, proxy, stream_it):
+    upstream.say(plain({"error": {"message": "Incorrect API key provided: sk-ours"}}, 401))
+    server = proxy(key="sk-ours")
+    failed = server.chat(stream=stream_it)
+    assert failed.status_code == 502
+    assert failed.json()["error"]["type"] == "server_error"
+    assert "sk-ours" not in failed.text
+    failed_row(server, "")
+    assert "sk-ours" not in str(server.rows())
 
 
 def test_a_refusal_that_is_no_error_body_is_put_into_one(upstream, proxy):
