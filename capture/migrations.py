@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
+from capture import totals
 from capture.records import COLUMNS, NULLABLE, CaptureError
 
 Migration = Callable[[Database], None]
@@ -24,7 +25,7 @@ def _create_generations(db: Database) -> None:
     table.create_index(["created_at", "id"])
 
 
-MIGRATIONS: Sequence[Migration] = (_create_generations,)
+MIGRATIONS: Sequence[Migration] = (_create_generations, totals.create)
 
 
 def schema_version(db: Database) -> int:

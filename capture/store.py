@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlite_utils import Database
 
+from capture import totals
 from capture.filters import EVERY_ROW, Filters
 from capture.migrations import check, schema_version, upgrade
 from capture.records import COLUMNS, CaptureError, Generation, Status, from_row, storable
@@ -144,8 +145,8 @@ class Store:
                 db.execute("PRAGMA query_only = ON")
             elif schema_version(db):
                 upgrade(db, path)
-            db.register_function(sample_key, deterministic=True)
             check(db, path)
+            db.register_function(sample_key, deterministic=True)
         except sqlite3.Error as error:
             db.close()
             raise file_error(path, error) from error
@@ -192,7 +193,6 @@ class Store:
         for row in self._table.rows_where(where, arguments, order_by="created_at, id", select=", ".join(COLUMNS)):
             yield from_row(row)
 
-    def sampled(self, sample: Sample, *, where: str, arguments: Sequence[Any] = ()) -> tuple[str, list[Any]]:
     def stored(self, chosen: Filters = EVERY_ROW) -> Iterator[Mapping[str, Any]]:
         """Rows as they are stored, oldest first, one in memory at a time."""
         yield from self._table.rows_where(*chosen.sql(), order_by="created_at, id", select=", ".join(COLUMNS))
@@ -206,6 +206,7 @@ class Store:
                 raise
             return [str(error)]
 
+    def sampled(self, sample: Sample, *, where: str, arguments: Sequence[Any] = ()) -> tuple[str, list[Any]]:
         """A condition that holds for the sample's rows alone of those that meet `where`, and its arguments."""
         if sample.share is not None:
             return "sample_key(id, ?) < ?", [sample.seed, int(sample.share * (1 << KEY_BITS))]
@@ -227,33 +228,64 @@ class Store:
         return [(tuple(values), count) for count, *values in rows]
 
     def stats(self, chosen: Filters = EVERY_ROW) -> Stats:
-        """The file in figures, taken at one moment."""
-        where, arguments = chosen.sql()
+        """The file in figures, taken at one moment; without a choice of rows in no time, however many there are."""
         with self.snapshot():
-            tokens = "coalesce(sum(length({0})) / 4, 0)"
-            prompt, completion, first, last = self._db.execute(
-                f"SELECT {tokens.format('prompt_tokens')}, {tokens.format('completion_tokens')}, "
-                f"min(created_at), max(created_at) FROM generations WHERE {where}",
-                arguments,
-            ).fetchone()
-            return Stats(
-                rows=self.count(chosen),
-                by_status=self._counts("status", chosen),
-                by_finish_reason=self._counts("finish_reason", chosen),
-                by_drafter=self._counts("drafter", chosen),
-                prompt_tokens=prompt,
-                completion_tokens=completion,
-                acceptance=self._acceptance(chosen),
-                first=first,
-                last=last,
-                file_bytes=sum(p.stat().st_size for p in (self.path, wal_path(self.path)) if p.exists()),
-            )
+            return self._stats_of(chosen) if chosen else self._stats()
+
+    def _stats(self) -> Stats:
+        by = {
+            column: _most_first(totals.rows_by(self._db, column)) for column in ("status", "finish_reason", "drafter")
+        }
+        prompt, completion = totals.tokens(self._db)
+        counts = {drafter: np.zeros((2, 256), dtype=np.int64) for drafter in by["drafter"]}
+        for drafter, drafted, accepted, count in totals.steps(self._db):
+            counts[drafter][(0, 1), (drafted, accepted)] += count
+        created = "created_at FROM generations ORDER BY created_at"
+        first, last = (
+            self._db.execute(f"SELECT {created} {order} LIMIT 1").fetchone() or (None,) for order in ("ASC", "DESC")
+        )
+        return Stats(
+            rows=sum(by["status"].values()),
+            by_status=by["status"],
+            by_finish_reason=by["finish_reason"],
+            by_drafter=by["drafter"],
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            acceptance=tuple(_acceptance_of(*item) for item in sorted(counts.items())),
+            first=first[0],
+            last=last[0],
+            file_bytes=self._file_bytes(),
+        )
+
+    def _stats_of(self, chosen: Filters) -> Stats:
+        where, arguments = chosen.sql()
+        tokens = "coalesce(sum(length({0})) / 4, 0)"
+        prompt, completion, first, last = self._db.execute(
+            f"SELECT {tokens.format('prompt_tokens')}, {tokens.format('completion_tokens')}, "
+            f"min(created_at), max(created_at) FROM generations WHERE {where}",
+            arguments,
+        ).fetchone()
+        return Stats(
+            rows=self.count(chosen),
+            by_status=self._counts("status", chosen),
+            by_finish_reason=self._counts("finish_reason", chosen),
+            by_drafter=self._counts("drafter", chosen),
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            acceptance=self._acceptance(chosen),
+            first=first,
+            last=last,
+            file_bytes=self._file_bytes(),
+        )
+
+    def _file_bytes(self) -> int:
+        return sum(p.stat().st_size for p in (self.path, wal_path(self.path)) if p.exists())
 
     def _counts(self, column: str, chosen: Filters) -> dict[str, int]:
         where, arguments = chosen.sql()
         groups = self.groups([column], where=where, arguments=arguments)
         found = {("none" if value is None else value): count for (value,), count in groups}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return _most_first(found)
 
     def _acceptance(self, chosen: Filters) -> tuple[Acceptance, ...]:
         # Counts of (drafted, accepted) values, 0 … 255, per drafter, from the raw blobs of many rows at once.
@@ -286,6 +318,10 @@ class Store:
 def wal_path(path: Path) -> Path:
     """SQLite's write-ahead log beside a file."""
     return path.with_name(path.name + "-wal")
+
+
+def _most_first(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _acceptance_of(drafter: str, counts: NDArray[np.int64]) -> Acceptance:

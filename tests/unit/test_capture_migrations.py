@@ -25,6 +25,7 @@ def fail_after_changing(db: Database) -> None:
     raise RuntimeError("no")
 
 
+LATEST = len(MIGRATIONS)
 NEXT: list[Migration] = [*MIGRATIONS, add_note]
 
 
@@ -60,13 +61,13 @@ def test_an_older_file_is_upgraded_and_its_rows_stay(path: Path) -> None:
 def test_an_older_file_is_backed_up_first_and_the_backup_is_private(path: Path) -> None:
     with closing(Database(path)) as db:
         upgrade(db, path, NEXT)
-    backup = path.with_name("capture.db.v1.bak")
-    assert version(backup) == 1
+    backup = path.with_name(f"capture.db.v{LATEST}.bak")
+    assert version(backup) == LATEST
     assert "note" not in columns(backup)
     assert backup.stat().st_mode & 0o777 == 0o600
     with Store.open(backup) as store:
         assert store.count() == 2
-    assert sorted(p.name for p in path.parent.iterdir()) == ["capture.db", "capture.db.v1.bak"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["capture.db", f"capture.db.v{LATEST}.bak"]
 
 
 def test_the_backup_holds_rows_that_are_still_in_the_write_ahead_log(path: Path) -> None:
@@ -76,7 +77,7 @@ def test_the_backup_holds_rows_that_are_still_in_the_write_ahead_log(path: Path)
     with closing(Database(path)) as db:
         upgrade(db, path, NEXT)
     assert writer.close(timeout=10)
-    with Store.open(path.with_name("capture.db.v1.bak")) as store:
+    with Store.open(path.with_name(f"capture.db.v{LATEST}.bak")) as store:
         assert store.count() == 3
 
 
@@ -84,7 +85,7 @@ def test_a_failing_migration_leaves_the_file_as_it_was(path: Path) -> None:
     before = columns(path)
     with closing(Database(path)) as db, pytest.raises(RuntimeError):
         upgrade(db, path, [*NEXT, fail_after_changing])
-    assert version(path) == 1
+    assert version(path) == LATEST
     assert columns(path) == before
 
 
@@ -113,7 +114,7 @@ def test_a_newer_file_is_refused_by_reader_and_writer_alike(path: Path) -> None:
 
 def test_a_foreign_database_is_refused_and_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "music.db"
-    for user_version in (0, 1):
+    for user_version in (0, LATEST):
         with closing(sqlite3.connect(path)) as db:
             db.execute("CREATE TABLE IF NOT EXISTS songs (name)")
             db.execute(f"PRAGMA user_version = {user_version}")
@@ -128,4 +129,4 @@ def test_a_foreign_database_is_refused_and_not_touched(tmp_path: Path) -> None:
 def test_a_reader_does_not_upgrade_but_says_who_does(path: Path) -> None:
     with closing(Database(path)) as db, pytest.raises(CaptureError, match="start `serve` on it once"):
         check(db, path, NEXT)
-    assert version(path) == 1
+    assert version(path) == LATEST
