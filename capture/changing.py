@@ -90,9 +90,15 @@ def used_bytes(db: Database) -> int:
     return (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * _pragma(db, "page_size")
 
 
-def give_back(db: Database) -> None:
-    """Make the file as small as its rows, a few pages at a time."""
-    if _pragma(db, "auto_vacuum") != 2:  # made before files could shrink by parts: it can from now on
+def give_back(db: Database, *, at_once: bool) -> None:
+    """Make the file as small as its rows, a few pages at a time.
+
+    Only `at_once` where that holds the writer up for longer: a file made before files could shrink by parts is written
+    anew, and the log is waited for.
+    """
+    if _pragma(db, "auto_vacuum") != 2:
+        if not at_once:
+            return
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("VACUUM")
     while free := _pragma(db, "freelist_count"):
@@ -101,21 +107,21 @@ def give_back(db: Database) -> None:
         if _pragma(db, "freelist_count") >= free:
             break  # the writer takes them as fast as they come
         time.sleep(time.monotonic() - began)
-    empty_log(db)
+    empty_log(db, LOG_SECONDS if at_once else 0)
 
 
 def write_anew(db: Database) -> None:
     """Write the whole file anew, so that no page keeps a trace of what rows once held. The writer waits meanwhile."""
     db.execute("VACUUM")
-    if not empty_log(db):
+    if not empty_log(db, LOG_SECONDS):
         raise CaptureError(
             "done, but the write-ahead log still holds old pages, because a long read is under way: run this again"
         )
 
 
-def empty_log(db: Database) -> bool:
-    """Move the write-ahead log into the file and cut it to nothing; False where readers or writers prevent that."""
-    deadline = time.monotonic() + LOG_SECONDS
+def empty_log(db: Database, seconds: float) -> bool:
+    """Move the write-ahead log into the file and cut it to nothing; False where others prevented it for that long."""
+    deadline = time.monotonic() + seconds
     # While it waits for readers the writer has to wait too: so it waits a little at a time.
     db.execute(f"PRAGMA busy_timeout = {int(LOG_SLICE_SECONDS * 1000)}")
     try:

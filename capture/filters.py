@@ -90,12 +90,22 @@ def moment(text: str) -> str:
     """
     text = text.strip()
     try:
-        if found := DURATION.fullmatch(text):
-            return timestamp(datetime.now(UTC) - timedelta(**{UNITS[found[2]]: float(found[1])}))
+        if DURATION.fullmatch(text):
+            return timestamp(datetime.now(UTC) - duration(text))
         time = datetime.fromisoformat(text)
         return timestamp(time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC))
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, FilterError):
         raise FilterError(f"{text!r} is no time; one is like 2025-01-31T12:00, or 7d or 12h ago") from None
+
+
+def duration(text: str) -> timedelta:
+    """90s, 30m, 12h, 7d, 2w. Raises FilterError."""
+    try:
+        if found := DURATION.fullmatch(text.strip()):
+            return timedelta(**{UNITS[found[2]]: float(found[1])})
+    except OverflowError:
+        pass  # longer than any file is old
+    raise FilterError(f"{text!r} is no duration; one is like 12h, 7d or 2w")
 
 
 def tag(text: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from capture.changing import changing, empty_log, writing
+from capture.changing import LOG_SECONDS, changing, empty_log, writing
 from capture.filters import EVERY_ROW, Filters
 from capture.records import COLUMNS, CaptureError, to_row
 from capture.store import WRITER_BUSY_SECONDS, Store, file_error
@@ -58,7 +58,7 @@ def merge(
         writer.close(WRITER_BUSY_SECONDS)
         db = stack.enter_context(changing(into))
         merged = [_copy(db, store, chosen, on_rows) for store in opened]
-        empty_log(db)
+        empty_log(db, LOG_SECONDS)
         return merged
 
 

@@ -5,19 +5,27 @@ Knows limits; how a file is changed without being in the writer's way stands in 
 
 from __future__ import annotations
 
+import logging
 import re
+import sqlite3
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlite_utils import Database
 
 from capture.changing import Seen, backups, changing, give_back, in_batches, used_bytes, writing
 from capture.filters import EVERY_ROW, Filters
-from capture.records import CaptureError
+from capture.records import CaptureError, timestamp
+from capture.store import file_error
 
+RETENTION_SECONDS = 60.0
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +56,14 @@ def prune(
     limits: Limits,
     chosen: Filters = EVERY_ROW,
     dry_run: bool = False,
+    shrink: Literal["now", "gently"] = "now",
     on_rows: Callable[[int], Any] = lambda _: None,
 ) -> Pruned:
     """Delete chosen rows, oldest first, until the file is within the limits; without limits, all that are chosen.
 
-    Safe beside a running server: small transactions, with rests. What is deleted is overwritten, and the file shrinks.
-    `on_rows` is told how many rows each step has looked at. Raises CaptureError.
+    Safe beside a running server: small transactions, with rests. What is deleted is overwritten, and the file shrinks:
+    `gently`, as far as that goes without holding the writer up. `on_rows` is told how many rows each step has looked
+    at. Raises CaptureError.
     """
     if not limits and not chosen:
         raise CaptureError("every row would go: say how many, how much or how old may stay, or choose rows")
@@ -64,9 +74,7 @@ def prune(
             on_rows(len(batch))
             rest: Sequence[Seen] = batch
             # More than once, for sizes are guesses; a dry run deletes nothing, so what it has counted is taken off.
-            while doomed := _beyond(
-                limits, rest, db["generations"].count - gone * dry_run, used_bytes(db) - size * dry_run
-            ):
+            while doomed := _beyond(limits, rest, _rows(db, limits) - gone * dry_run, used_bytes(db) - size * dry_run):
                 if not dry_run:
                     _delete(db, [generation_id for _, generation_id, _ in doomed])
                 gone += len(doomed)
@@ -75,9 +83,62 @@ def prune(
             if rest:
                 break
         if gone and not dry_run:
-            give_back(db)
+            give_back(db, at_once=shrink == "now")
             size = max(0, before - used_bytes(db))
         return Pruned(gone, size, db["generations"].count - gone * dry_run, tuple(backups(path)))
+
+
+class Retention:
+    """Prunes a file again and again from a thread of its own, beside the server that writes it.
+
+    What goes wrong is logged and tried again the next time; `stop` ends it after the step it is in.
+    """
+
+    def __init__(
+        self, path: Path, *, max_age: timedelta | None, max_bytes: int | None, every: float = RETENTION_SECONDS
+    ) -> None:
+        self._path = path
+        self._max_age = max_age
+        self._max_bytes = max_bytes
+        self._every = every
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="capture-retention", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with what is beyond the limits already. Needs a file."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._prune()
+            except _Stopped:
+                return
+            except CaptureError as error:
+                log.warning("capture: nothing was pruned: %s", error)
+            except sqlite3.Error as error:
+                log.warning("capture: nothing was pruned: %s", file_error(self._path, error))
+            self._stopping.wait(self._every)
+
+    def _prune(self) -> None:
+        before = None if self._max_age is None else timestamp(datetime.now(UTC) - self._max_age)
+        limits = Limits(before=before, max_bytes=self._max_bytes)
+        done = prune(self._path, limits=limits, shrink="gently", on_rows=self._go_on)
+        if done.rows:
+            log.info("capture: %d rows beyond the limits deleted", done.rows)
+
+    def _go_on(self, _: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """Leaves a pruning between two steps."""
 
 
 def _beyond(limits: Limits, oldest: Sequence[Seen], rows: int, used: int) -> Sequence[Seen]:
@@ -93,6 +154,11 @@ def _beyond(limits: Limits, oldest: Sequence[Seen], rows: int, used: int) -> Seq
         rows -= 1
         used -= row[2]
     return oldest
+
+
+def _rows(db: Database, limits: Limits) -> int:
+    """How many there are, where that matters: to count them takes its time."""
+    return 0 if limits.max_rows is None else int(db["generations"].count)
 
 
 def _delete(db: Database, ids: list[str]) -> None:

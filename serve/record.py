@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backend.interface import FinishReason, Result
+from capture.filters import duration
 from capture.records import Generation, Status, new_id, utc_now
 from capture.redact import Redactor, redactor
+from capture.retention import Retention, size
 from capture.store import default_path
 from capture.writer import CaptureWriter, QueueFullError
 from serve.metrics import Metrics
@@ -71,13 +73,31 @@ def open_redactor(settings: Settings) -> Redactor | None:
     return redactor(settings.redact, Path(settings.redact_file) if settings.redact_file else None)
 
 
+def open_retention(settings: Settings, writer: CaptureWriter | None) -> Retention | None:
+    """What deletes rows beyond the configured limits, not yet started; None where there is no limit, or no file.
+
+    Raises CaptureError.
+    """
+    max_age = duration(settings.capture_max_age) if settings.capture_max_age else None
+    max_bytes = size(settings.capture_max_bytes) if settings.capture_max_bytes else None
+    if writer is None or (max_age is None and max_bytes is None):
+        return None
+    return Retention(writer.path, max_age=max_age, max_bytes=max_bytes)
+
+
 class Recorder:
     """Hands rows to the writer and waits for their commits, on the event loop."""
 
     def __init__(
-        self, writer: CaptureWriter | None, metrics: Metrics, commit_timeout: float, redactor: Redactor | None = None
+        self,
+        writer: CaptureWriter | None,
+        metrics: Metrics,
+        commit_timeout: float,
+        redactor: Redactor | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._writer = writer
+        self._retention = retention
         self._redactor = redactor
         self._metrics = metrics
         self._commit_timeout = commit_timeout
@@ -88,9 +108,13 @@ class Recorder:
         """Open the file. Raises CaptureError."""
         if self._writer is not None:
             self._writer.start()
+        if self._retention is not None:
+            self._retention.start()
 
     def close(self, timeout: float) -> bool:
         """Commit what is queued; False where that took longer than `timeout` seconds and rows were given up."""
+        if self._retention is not None:
+            self._retention.stop(timeout)
         return self._writer is None or self._writer.close(timeout)
 
     @property

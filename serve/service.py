@@ -19,7 +19,7 @@ from capture.writer import CaptureWriter
 from serve.errors import drafter_choice_not_allowed, line_is_full, model_not_found, unavailable
 from serve.generation import Generation
 from serve.metrics import Metrics
-from serve.record import Origin, Recorder, open_redactor
+from serve.record import Origin, Recorder, open_redactor, open_retention
 from serve.settings import Settings
 
 CANCEL_SECONDS = 5.0  # for cancelled generations to end and be recorded
@@ -45,7 +45,13 @@ class Service:
         self._settings = settings
         self.backend = backend
         self.metrics = Metrics()
-        self.recorder = Recorder(writer, self.metrics, settings.capture_commit_timeout, open_redactor(settings))
+        self.recorder = Recorder(
+            writer,
+            self.metrics,
+            settings.capture_commit_timeout,
+            open_redactor(settings),
+            open_retention(settings, writer),
+        )
         self.created = int(time.time())
         self.flushed = True  # False after `close` where rows had to be given up
         self.has_model = False  # True for good once the backend has loaded: info() and stats() can be asked

@@ -190,6 +190,16 @@ class Settings(BaseSettings):
     capture_max_memory: float = Field(
         256.0, gt=0, allow_inf_nan=False, description="Most MiB of rows that wait to be written."
     )
+    capture_max_age: str | None = Field(
+        None,
+        min_length=1,
+        description="Rows older than this are deleted while serving: 12h, 30d. Unset: kept until `capture prune`.",
+    )
+    capture_max_bytes: str | None = Field(
+        None,
+        min_length=1,
+        description="The oldest rows are deleted while serving until all take no more than this: 500MB, 10GB.",
+    )
     redact: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_lines)] = Field(
         (),
         description="Regular expression, or email, key, card, phone or ip, of what is taken out of rows before they "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ from typer.testing import CliRunner
 from capture.cli import app
 from capture.filters import Filters
 from capture.records import CaptureError, Generation
-from capture.retention import Limits, prune, size
+from capture.retention import Limits, Retention, prune, size
 from capture.store import Store
 from capture.writer import CaptureWriter
+from serve.app import create_app
+from serve.settings import load
 from tests.capture_rows import generation, write
+from tests.fake_backend import FakeBackend, Script
+from tests.servers import eventually, running_app
 
 
 def day(number: int, **fields: object) -> Generation:
@@ -164,6 +169,50 @@ def test_a_limit_that_is_none_is_one_line_and_exit_code_two(path: Path, argument
     assert done.stderr.startswith("capture: ")
     assert done.stderr.count("\n") == 1
     assert len(ids(path)) == 10
+
+
+def test_a_retention_prunes_again_and_again_until_it_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    writer = CaptureWriter(path)
+    writer.start()
+    for n in range(1, 4):
+        writer.submit(day(n)).result(10)
+    fresh = generation(id="fresh")
+    writer.submit(fresh).result(10)
+    retention = Retention(path, max_age=timedelta(days=1), max_bytes=None, every=0.05)
+    retention.start()
+    eventually(lambda: ids(path) == ["fresh"])
+    writer.submit(day(4)).result(10)
+    eventually(lambda: ids(path) == ["fresh"])
+    retention.stop(10)
+    writer.submit(day(5)).result(10)
+    assert writer.close(10)
+    assert ids(path) == ["row-005", "fresh"]
+
+
+def test_a_retention_outlives_what_goes_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "c.db"
+    retention = Retention(path, max_age=None, max_bytes=1, every=0.05)
+    retention.start()
+    eventually(lambda: "nothing was pruned" in caplog.text)
+    write(path, day(1))
+    eventually(lambda: ids(path) == [])
+    retention.stop(10)
+    assert "no capture file" in caplog.text
+
+
+def test_a_server_deletes_what_is_beyond_its_limits(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.db", *(day(n, response_text="x" * 50_000) for n in range(1, 21)))
+    with running_app(capture=path, capture_max_age="52w", capture_max_bytes="1GB") as server:
+        assert server.chat().status_code == 200
+        eventually(lambda: len(ids(path)) == 1)
+    assert not ids(path)[0].startswith("row-")
+
+
+@pytest.mark.parametrize("limit", [{"capture_max_age": "soon"}, {"capture_max_bytes": "much"}])
+def test_a_servers_limit_that_is_none_is_refused(limit: dict[str, str]) -> None:
+    with pytest.raises(CaptureError, match="one is like"):
+        create_app(load(capture="off", **limit), FakeBackend(Script()), None)
 
 
 @pytest.mark.parametrize(
