@@ -65,22 +65,26 @@ def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
     """The counters in a text of Prometheus' format; none where it is empty or cannot be read."""
     samples = _samples(exposition)
     for name, (help_text, theirs) in TOTALS.items():
-        found = [sample for sample in samples if sample.name in theirs]
-        if found:
+        if found := _told(samples, theirs):
             total = CounterMetricFamily(PREFIX + name, help_text, labels=["drafter"])
-            # A build that told one count under two of these names would count it twice.
-            total.add_metric([DRAFTER], sum(sample.value for sample in found if sample.name == found[0].name))
+            total.add_metric([DRAFTER], sum(sample.value for sample in found))
             yield total
     for name, (help_text, theirs) in PER_POSITION.items():
         counts: dict[int, float] = defaultdict(float)
-        for sample in samples:
-            if sample.name in theirs and sample.labels.get("position", "").isdecimal():
+        for sample in _told(samples, theirs):
+            if sample.labels.get("position", "").isdecimal():
                 counts[int(sample.labels["position"])] += sample.value
         if counts:
             per_position = CounterMetricFamily(PREFIX + name, help_text, labels=["drafter", "position"])
             for position in sorted(counts):
                 per_position.add_metric([DRAFTER, str(position)], counts[position])
             yield per_position
+
+
+def _told(samples: Sequence[Sample], theirs: Sequence[str]) -> Sequence[Sample]:
+    """Those of the first name found: who tells one count under two of them (we do, with --metrics-compat) counts once."""
+    found = [sample for sample in samples if sample.name in theirs]
+    return [sample for sample in found if sample.name == found[0].name]
 
 
 @lru_cache(maxsize=4)  # read more often than the upstream is asked for it, by as many servers as one process has

@@ -45,6 +45,23 @@ def test_a_count_told_under_two_names_counts_once():
     }
 
 
+def test_another_draftloop_that_tells_vllms_names_too_counts_once():
+    counts = [("num_drafts", "", 4), ("num_draft_tokens", "", 8), ("num_accepted_tokens", "", 5)]
+    counts += [("num_accepted_tokens_per_pos", f'{{position="{p}"}}', 3 - p) for p in (0, 1)]
+    lines = [
+        f"{prefix}spec_decode_{name}_total{labels} {count}"
+        for name, labels, count in counts
+        for prefix in ("draftloop_", "vllm:")
+    ]
+    assert read("\n".join(lines) + "\n") == {
+        ("num_drafts_total", None): 4,
+        ("num_draft_tokens_total", None): 8,
+        ("num_accepted_tokens_total", None): 5,
+        ("num_accepted_tokens_per_pos_total", "0"): 3,
+        ("num_accepted_tokens_per_pos_total", "1"): 2,
+    }
+
+
 def test_what_is_not_told_is_absent():
     assert read("") == {}
     assert read("vllm:num_requests_running 3\nvllm:spec_decode_num_drafts_created 1\n") == {}
