@@ -82,7 +82,7 @@ def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
 
 
 def _told(samples: Sequence[Sample], theirs: Sequence[str]) -> Sequence[Sample]:
-    """Those of the first name found: who tells one count under two of them (we do, with --metrics-compat) counts once."""
+    """Those of the first name found: one count under two names, as --metrics-compat tells ours, counts once."""
     found = [sample for sample in samples if sample.name in theirs]
     return [sample for sample in found if sample.name == found[0].name]
 
