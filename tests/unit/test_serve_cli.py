@@ -48,6 +48,8 @@ VALUES = {
     "capture_commit_timeout": "0.5",
     "capture_max_rows": "5",
     "capture_max_memory": "0.5",
+    "capture_max_age": "30d",
+    "capture_max_bytes": "10GB",
     "redact": "email",
     "redact_file": "patterns",
     "shutdown_grace": "1.5",
