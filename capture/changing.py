@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlite_utils import Database
 
 from capture.filters import Filters
-from capture.migrations import check, schema_version, upgrade
+from capture.migrations import check
 from capture.records import CaptureError
 from capture.store import WRITER_BUSY_SECONDS, connect
 
@@ -36,8 +36,6 @@ Seen = tuple[str, str, int]  # created_at, id, about how many bytes
 def changing(path: Path) -> Iterator[Database]:
     """The file, open for changes; what they overwrite or delete is overwritten on the disk. Raises CaptureError."""
     with closing(connect(path, busy_seconds=WRITER_BUSY_SECONDS)) as db:
-        if schema_version(db):
-            upgrade(db, path)
         check(db, path)
         db.execute("PRAGMA secure_delete = ON")
         yield db

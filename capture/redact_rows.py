@@ -5,7 +5,7 @@ Knows which files those are; what is replaced stands in redact.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from sqlite_utils import Database
 
 from capture.changing import backups, changing, in_batches, write_anew, writing
 from capture.filters import EVERY_ROW, Filters
-from capture.records import COLUMNS, Generation, from_row, to_row
+from capture.records import COLUMNS, CaptureError, Generation, from_row, to_row
 from capture.redact import Redactor
 
 
@@ -49,10 +49,17 @@ def redact_rows(
             on_rows(len(batch))
         copies = tuple(backups(path))
         if not dry_run:
-            for copy in copies:
-                copy.unlink(missing_ok=True)
+            _remove(copies)
             write_anew(db)
     return Redacted(rows, matches, copies)
+
+
+def _remove(copies: Iterable[Path]) -> None:
+    try:
+        for copy in copies:
+            copy.unlink(missing_ok=True)
+    except OSError as error:
+        raise CaptureError(f"{error.filename} may hold the text and cannot be removed: {error.strerror}") from error
 
 
 def _redact(db: Database, ids: Sequence[str], redactor: Redactor, dry_run: bool) -> list[int]:

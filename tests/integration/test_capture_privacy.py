@@ -230,6 +230,15 @@ def test_a_read_that_holds_the_log_is_said_and_the_next_run_empties_it(tmp_path,
     assert SECRET.encode() not in on_disk(path)
 
 
+def test_a_copy_that_cannot_be_removed_is_said(tmp_path):
+    path = write(tmp_path / "c.db", telling(1))
+    copy = tmp_path / "c.db.v1.bak"
+    copy.mkdir()
+    done = run("--capture", path, "email")
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert str(copy) in done.stderr
+
+
 def test_a_redacted_row_trains_nothing(tmp_path):
     path = write(tmp_path / "c.db", telling(1), generation(id="clean"))
     assert run("--capture", path, "email").exit_code == 0
