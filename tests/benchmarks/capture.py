@@ -203,7 +203,7 @@ def _write(path: Path, rows: list[Generation], size: int, synchronous: Synchrono
 @app.command()
 def export(
     rows: Size = 100_000, prompt: Size = PROMPT, answer: Size = ANSWER,
-    shard_bytes: Annotated[int, typer.Option(min=1)] = 64_000_000, folder: Path | None = None,
+    shard_bytes: Annotated[int, typer.Option(min=1)] = 16_000_000, folder: Path | None = None,
 ) -> None:  # fmt: skip
     """MB a second of each format, and the peak of its memory beside that for a tenth of the rows."""
     table: list[tuple[str, ...]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from typer.testing import CliRunner
 
 from capture import selection
+from capture.cli import app
 from capture.export import Export, Wanted
 from capture.export_npz import export_npz
 from capture.filters import Filters
@@ -176,3 +179,55 @@ def test_other_weights_may_say_the_same(tmp_path: Path) -> None:
     rows = [generation(weights_fingerprint=name * 64) for name in "ab"]
     result, _ = exported(write(tmp_path / "capture.db", *rows), tmp_path / "out", near_duplicates=False)
     assert result.documents == 2
+
+
+# The command
+
+
+def command(path: Path, *arguments: str) -> Any:
+    out = path.parent / f"out-{len(list(path.parent.iterdir()))}"
+    return CliRunner().invoke(app, ["export", "--capture", str(path), "--out", str(out), *arguments])
+
+
+@pytest.mark.parametrize("to", ["npz", "jsonl", "parquet"])
+def test_the_command_says_what_it_dropped_and_why(tmp_path: Path, to: str) -> None:
+    rows = [generation(completion_tokens=drawn(seed % 9, 20), logprobs=[]) for seed in range(10)]
+    looping = generation(completion_tokens=[1] * 12, logprobs=[])
+    path = write(tmp_path / "capture.db", *rows, looping, generation(status="failed"))
+    done = command(path, "--to", to, "--drop-near-duplicates", "--drop-loops")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == (
+        "9 documents; not exported: 1 row failed or cancelled (--include-unfinished exports them), 1 row that loop, "
+        "1 row nearly the same as another\n"
+    )
+    manifest = json.loads((Path(done.stdout.strip()) / "manifest.json").read_text())
+    skipped = {name: count for name, count in manifest["counts"]["skipped_rows"].items() if count}
+    assert skipped == {"unfinished": 1, "near_duplicates": 1, "loops": 1}
+    assert (manifest["wanted"]["near_duplicates"], manifest["wanted"]["sample"]) == (False, None)
+
+
+def test_the_command_takes_filters_a_sample_and_a_style(tmp_path: Path) -> None:
+    rows = [generation(model="a" if i % 2 else "b", client="c") for i in range(20)]
+    path = write(tmp_path / "capture.db", *rows)
+    done = command(path, "--to", "jsonl", "--style", "conversations", "--model", "b", "--sample", "3", "--seed", "8")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == "3 documents; not exported: 7 rows not in the sample\n"
+    text = (Path(done.stdout.strip()) / "shard-00000.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["id"] for line in lines} <= {row.id for row in rows if row.model == "b"}
+    assert all(line["conversations"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "npz", "--style", "messages"], "only jsonl has styles"),
+        (["--to", "jsonl", "--sample", "lots"], "--sample takes a number of rows or a share"),
+        (["--to", "xml"], "xml"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = command(write(tmp_path / "capture.db", generation()), *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not list(tmp_path.glob("out*"))
