@@ -14,7 +14,7 @@ from backend.interface import ChatEvent, Result, TokenInfo, ToolCall, ToolCallDe
 from serve.answers import ended, token_logprob, usage
 from serve.choices import Choices
 from serve.record import timings
-from serve.schemas.answer import Logprobs
+from serve.schemas.answer import Logprobs, TokenLogprob
 from serve.schemas.chat import (
     AnswerMessage,
     ChatCompletion,
@@ -44,10 +44,11 @@ class ChatAnswer:
     async def whole(self) -> ChatCompletion:
         """The answer in one piece. Raises ApiError where a choice was cut short, BackendError where one broke."""
         count = len(self.choices.generations)
-        tokens: list[list[TokenInfo]] = [[] for _ in range(count)]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
         results: dict[int, Result] = {}
         async for index, event in self.choices.events():
-            tokens[index] += event.tokens
+            if self.call.logprobs:  # now: all of them at the end would keep everybody waiting
+                logprobs[index] += self._token_logprobs(event.tokens)
             if event.result is not None:
                 results[index] = event.result
                 ended(event.result)
@@ -57,13 +58,13 @@ class ChatAnswer:
             more["prompt_token_ids"] = ordered[0].prompt_ids
         return ChatCompletion(
             object="chat.completion",
-            choices=[self._choice(index, result, tokens[index]) for index, result in enumerate(ordered)],
+            choices=[self._choice(index, result, logprobs[index]) for index, result in enumerate(ordered)],
             usage=usage(ordered),
             **self._head(),
             **more,
         )
 
-    def _choice(self, index: int, result: Result, tokens: Sequence[TokenInfo]) -> Choice:
+    def _choice(self, index: int, result: Result, logprobs: list[TokenLogprob]) -> Choice:
         said: dict[str, Any] = {"content": None if result.tool_calls and not result.content else result.content}
         if result.reasoning and self.call.include_reasoning is not False:
             said["reasoning_content"] = result.reasoning
@@ -77,7 +78,7 @@ class ChatAnswer:
         return Choice(
             index=index,
             message=AnswerMessage(role="assistant", refusal=None, **said),
-            logprobs=self._logprobs(tokens),
+            logprobs=Logprobs(content=logprobs) if self.call.logprobs else None,
             finish_reason=_finish_reason(result),
             **more,
         )
@@ -128,7 +129,8 @@ class ChatAnswer:
             told["step"] = VerifyStep(
                 drafter=event.drafted_by, drafted=event.step.drafted, accepted=event.step.accepted
             )
-        logprobs = self._logprobs(event.tokens) if event.tokens else None
+        told_of = self.call.logprobs and event.tokens
+        logprobs = Logprobs(content=self._token_logprobs(event.tokens)) if told_of else None
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, **told)
         if self.call.include_usage:
             more["usage"] = None
@@ -144,11 +146,9 @@ class ChatAnswer:
             **tier,
         }
 
-    def _logprobs(self, tokens: Iterable[TokenInfo]) -> Logprobs | None:
-        if not self.call.logprobs:
-            return None
+    def _token_logprobs(self, tokens: Iterable[TokenInfo]) -> list[TokenLogprob]:
         as_id = bool(self.call.return_tokens_as_token_ids)
-        return Logprobs(content=[token_logprob(token, as_id=as_id) for token in tokens])
+        return [token_logprob(token, as_id=as_id) for token in tokens]
 
 
 def _finish_reason(result: Result) -> FinishReason:
