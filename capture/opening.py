@@ -22,10 +22,6 @@ Synchronous = Literal["FULL", "NORMAL"]
 Identity = tuple[tuple[int, int] | None, ...]
 
 
-class FileReplacedError(CaptureError):
-    """What is open is not what stands at the path any more: it, or its log, was deleted, moved or replaced."""
-
-
 def open_for_writing(path: Path, synchronous: Synchronous, busy_seconds: float = WRITER_BUSY_SECONDS) -> Database:
     """The file, made (mode 0600) with its folders where missing, and upgraded. Raises CaptureError.
 

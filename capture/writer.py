@@ -15,39 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlite_utils import Database
-
-from capture.opening import FileReplacedError, Identity, Synchronous, identity, open_for_writing
+from capture.opening import Synchronous
 from capture.records import CaptureError, Generation, RecordError, to_row
-from capture.store import WRITER_BUSY_SECONDS, file_error, wal_path
+from capture.store import WRITER_BUSY_SECONDS, file_error
+from capture.target import LOCKED, SLICE_SECONDS, Target, kind, passes
 
-LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-# Failures of the moment: another process's lock, a full disk, a file that is damaged until somebody puts it right. The
-# rows wait in memory and are written once it passes.
-PASSING = LOCKED | {
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_NOTADB,
-}
-# SQLite's wait for a lock cannot be interrupted, so while rows wait it is taken in slices: `close` stays prompt.
-SLICE_SECONDS = 1.0
 QUEUE_ROWS = 10_000
 QUEUE_BYTES = 256 << 20
 # Of one transaction: a long one would make the first of its rows wait for the last.
 BATCH_ROWS = 1_000
 BATCH_BYTES = 16 << 20
-# The log is moved into the file from the first size on. From the second on it is also begun anew, though that holds up
-# writers until every read that began before is over; so it is tried shortly and seldom.
-LOG_BYTES = 4 << 20
-LONG_LOG_BYTES = 32 << 20
-RESTART_SECONDS = 0.25
-RESTART_EVERY_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +61,7 @@ class CaptureWriter:
         on_failure: Callable[[Exception, int], None] | None = None,
     ) -> None:
         self.path = path
-        self._synchronous = synchronous
+        self._target = Target(path, synchronous)
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._on_commit = on_commit
@@ -96,20 +73,15 @@ class CaptureWriter:
         self._open = False
         self._give_up = threading.Event()
         self._thread: threading.Thread | None = None
-        # From here on the writing thread's own.
-        self._db: Database | None = None
-        self._identity: Identity = ()
         self._trouble: str | None = None  # why rows are not written now
         self._trouble_began = 0.0
         self._failing = False
-        self._unmoved = 0  # bytes of rows that went into the log since it was last moved into the file
-        self._restart_tried = 0.0
 
     def start(self) -> None:
         """Create the file (mode 0600) and its folders where missing, upgrade it, begin writing. Raises CaptureError."""
         if self._thread is not None:
             raise CaptureError("this capture writer was started before")
-        self._use(open_for_writing(self.path, self._synchronous))
+        self._target.open()
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=False)
         self._open = True
         self._thread.start()
@@ -165,16 +137,19 @@ class CaptureWriter:
             raise QueueFullError(f"{self._depth} rows wait to be written to {self.path}, more are not taken now")
 
     def _run(self) -> None:
-        while batch := self._take():
-            self._write(batch)
-            self._unmoved += sum(entry.bytes for entry in batch)
-            self._move_log()
-        self._leave()
+        while (batch := self._take()) is not None:
+            if batch:
+                self._write(batch)
+            self._target.tidy()
+        self._target.close()
 
-    def _take(self) -> list[_Entry]:
-        """Wait for rows, then take what goes into one transaction; nothing once closed and written."""
+    def _take(self) -> list[_Entry] | None:
+        """Wait for rows, then take what goes into one transaction; None once closed and written."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or not self._open)
+            patience = SLICE_SECONDS if self._target.unfinished else None
+            self._changed.wait_for(lambda: self._queue or not self._open, patience)
+            if not (self._queue or self._open):
+                return None
             batch: list[_Entry] = []
             size = 0
             while self._queue and len(batch) < BATCH_ROWS and (not batch or size + self._queue[0].bytes <= BATCH_BYTES):
@@ -188,9 +163,9 @@ class CaptureWriter:
         while True:
             began = time.monotonic()
             try:
-                refused = self._attempt(batch, again)
+                refused = self._target.commit([entry.row for entry in batch], again)
             except Exception as error:
-                if not _passes(error):
+                if not passes(error):
                     self._fail(batch, error)
                     return
                 if self._give_up.is_set():
@@ -207,68 +182,6 @@ class CaptureWriter:
             self._settle(batch, refused, time.monotonic() - began)
             return
 
-    def _attempt(self, batch: Sequence[_Entry], again: bool) -> dict[int, Exception]:
-        """One transaction into the file that stands at the path; the errors of the rows it cannot hold, by index."""
-        if self._db is None:
-            self._use(open_for_writing(self.path, self._synchronous, SLICE_SECONDS))
-        assert self._db is not None
-        try:
-            refused = _commit(self._db, [entry.row for entry in batch], again)
-        except Exception as error:
-            if _passes(error) and _kind(error) not in LOCKED | {sqlite3.SQLITE_FULL}:
-                self._leave()  # what a connection has found wrong once, it may go on to find
-            raise
-        if identity(self.path) != self._identity:
-            # The rows are in a file that nobody finds: they are written once more, to the one that will be there.
-            self._leave()
-            raise FileReplacedError(f"{self.path} or its log was deleted or replaced while the server writes to it")
-        return refused
-
-    def _use(self, db: Database) -> None:
-        db.execute(f"PRAGMA busy_timeout = {int(SLICE_SECONDS * 1000)}")
-        db.execute("PRAGMA wal_autocheckpoint = 0")  # the answers need not wait for it: it follows them
-        db.execute("SELECT 1 FROM sqlite_master").fetchone()  # the log is there from the first read on
-        self._db, self._identity = db, identity(self.path)
-
-    def _leave(self) -> None:
-        """Close the file with its log moved into it, wherever it may be now."""
-        db, self._db = self._db, None
-        if db is None:
-            return
-        try:
-            # A reader may hold the log back; then it is left for the next opening, complete all the same.
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except sqlite3.Error as error:
-            if self._trouble is None:
-                log.warning("capture: no final checkpoint of %s: %s", self.path, error)
-        finally:
-            db.close()
-
-    def _move_log(self) -> None:
-        """Move the log into the file once it has grown, so that neither it nor a reader's way through it gets long."""
-        if self._db is None:
-            return
-        try:
-            size, now = wal_path(self.path).stat().st_size, time.monotonic()
-            if size >= LONG_LOG_BYTES and now - self._restart_tried >= RESTART_EVERY_SECONDS:
-                self._restart_tried = now
-                self._begin_log_anew(self._db, size)
-            elif self._unmoved >= LOG_BYTES:
-                self._unmoved = 0
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        except (OSError, sqlite3.Error) as error:
-            # Every row is safe in the log. What is wrong with the file, the next transaction will find too.
-            log.warning("capture: the log of %s cannot be moved into it: %s", self.path, error)
-
-    def _begin_log_anew(self, db: Database, size: int) -> None:
-        db.execute(f"PRAGMA busy_timeout = {int(RESTART_SECONDS * 1000)}")
-        try:
-            busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        finally:
-            db.execute(f"PRAGMA busy_timeout = {int(SLICE_SECONDS * 1000)}")
-        if busy:
-            log.warning("capture: a long read keeps %d MB in the log of %s", size >> 20, self.path)
-
     def _note(self, error: Exception, began: float) -> None:
         """Remember why rows are not written; in the log it stands once."""
         trouble = str(file_error(self.path, error) if isinstance(error, sqlite3.Error) else error)
@@ -277,7 +190,7 @@ class CaptureWriter:
         if trouble != self._trouble:
             log.warning("capture: rows wait to be written: %s", trouble)
         self._trouble = trouble
-        locked = _kind(error) in LOCKED
+        locked = kind(error) in LOCKED
         self._failing = not locked or time.monotonic() - self._trouble_began > WRITER_BUSY_SECONDS
 
     def _settle(self, batch: Sequence[_Entry], refused: Mapping[int, Exception], seconds: float) -> None:
@@ -316,44 +229,6 @@ class CaptureWriter:
     def _report_failure(self, error: Exception, rows: int) -> None:
         if self._on_failure is not None:
             _call(self._on_failure, error, rows)
-
-
-def _commit(db: Database, rows: Sequence[Mapping[str, object]], again: bool) -> dict[int, Exception]:
-    """Write all in one transaction; the errors of those it cannot hold, by index. Raises what stopped them all.
-
-    `again`: an attempt came before, which may have been committed though it seemed to fail; such rows are known.
-    """
-    refused: dict[int, Exception] = {}
-    table = db["generations"]
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        for i, row in enumerate(rows):
-            try:
-                table.insert(dict(row))
-            except Exception as error:
-                if _passes(error) or not db.conn.in_transaction:
-                    raise
-                if not (again and _stands(db, row)):
-                    refused[i] = RecordError(f"generation {row['id']}: {error}")
-        db.execute("COMMIT")
-    except BaseException:
-        db.rollback()
-        raise
-    return refused
-
-
-def _stands(db: Database, row: Mapping[str, object]) -> bool:
-    """Whether the file holds just this row."""
-    return row in db["generations"].rows_where("id = ?", [row["id"]], select=", ".join(row))
-
-
-def _kind(error: Exception) -> int:
-    # The low byte is the kind of failure; the rest of the code only says where it happened.
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF if isinstance(error, sqlite3.Error) else 0
-
-
-def _passes(error: Exception) -> bool:
-    return isinstance(error, CaptureError) or _kind(error) in PASSING
 
 
 def _call(callback: Callable[..., None], *arguments: object) -> None:

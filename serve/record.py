@@ -63,8 +63,8 @@ def open_writer(settings: Settings) -> CaptureWriter | None:
     return CaptureWriter(
         path,
         synchronous=settings.capture_synchronous,
-        max_rows=settings.capture_max_rows,
-        max_bytes=int(settings.capture_max_memory * 2**20),
+        max_rows=settings.capture_queue_rows,
+        max_bytes=int(settings.capture_queue_memory * 2**20),
     )
 
 

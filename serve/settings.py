@@ -181,13 +181,13 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="Seconds a finished answer waits for its row to be committed before it is sent regardless.",
     )
-    capture_max_rows: int = Field(
+    capture_queue_rows: int = Field(
         10_000,
         ge=1,
         description="Most rows that wait to be written. Beyond them a finished answer waits for room, at most "
         "--capture-commit-timeout; then its row is lost.",
     )
-    capture_max_memory: float = Field(
+    capture_queue_memory: float = Field(
         256.0, gt=0, allow_inf_nan=False, description="Most MiB of rows that wait to be written."
     )
     capture_max_age: str | None = Field(

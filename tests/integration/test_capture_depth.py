@@ -113,7 +113,7 @@ def test_a_lock_that_never_seems_to_end_is_told_and_still_costs_no_row(
 def test_where_the_queue_stays_full_rows_are_lost_and_counted_and_every_answer_is_given(
     serve_process: Callable[..., ProcessServer],
 ) -> None:
-    server = serve_process("--capture-commit-timeout", "0.3", "--capture-max-rows", "2")
+    server = serve_process("--capture-commit-timeout", "0.3", "--capture-queue-rows", "2")
     assert server.capture is not None
     lock = Lock(server.capture)
     seen = [answered(server.chat()), streamed(server, server.http)]
@@ -134,7 +134,7 @@ def test_where_the_queue_stays_full_rows_are_lost_and_counted_and_every_answer_i
 def test_an_answer_that_finds_the_queue_full_is_captured_if_room_comes_in_time(
     serve_process: Callable[..., ProcessServer],
 ) -> None:
-    server = serve_process("--capture-commit-timeout", "30", "--capture-max-rows", "2")
+    server = serve_process("--capture-commit-timeout", "30", "--capture-queue-rows", "2")
     assert server.capture is not None
     lock = Lock(server.capture)
     with ThreadPoolExecutor(8) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sqlite3
 import subprocess
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,36 @@ print("locked", flush=True)
 sys.stdin.readline()
 """
 
+READER = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], timeout=30, isolation_level=None)
+db.execute("BEGIN")
+before = db.execute("SELECT id FROM generations").fetchall()
+print("reading", flush=True)
+sys.stdin.readline()
+assert db.execute("SELECT id FROM generations").fetchall() == before
+db.execute("COMMIT")
+print(*db.execute("PRAGMA integrity_check").fetchone())
+"""
+
 
 @contextmanager
-def locked_by_another_process(path: Path) -> Iterator[None]:
+def another_process(script: str, path: Path) -> Iterator[list[str]]:
+    """Run the script until it prints a line; at the end let it go on, and find what it prints then in the list."""
     process = subprocess.Popen(
-        [sys.executable, "-c", LOCKER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None
     assert process.stdout is not None
+    said: list[str] = []
     try:
-        assert process.stdout.readline() == "locked\n"
-        yield
+        assert process.stdout.readline()
+        yield said
     finally:
-        process.communicate("\n", timeout=10)
+        said += process.communicate("\n", timeout=10)[0].split()
+
+
+def locked_by_another_process(path: Path) -> AbstractContextManager[list[str]]:
+    return another_process(LOCKER, path)
 
 
 class Events:
@@ -294,7 +312,7 @@ def test_commits_reach_the_disk_as_asked(path: Path, synchronous: str, level: in
 
 
 def test_full_is_the_default() -> None:
-    assert CaptureWriter(Path("x"))._synchronous == "FULL"
+    assert inspect.signature(CaptureWriter).parameters["synchronous"].default == "FULL"
 
 
 @pytest.mark.parametrize(
@@ -398,6 +416,23 @@ def test_a_file_that_is_moved_away_takes_every_earlier_row_with_it(writer: Captu
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_a_reader_of_a_file_that_is_moved_away_and_the_new_file_do_not_disturb_each_other(
+    writer: CaptureWriter, path: Path
+) -> None:
+    for _ in range(20):
+        writer.submit(generation()).result(timeout=10)
+    with another_process(READER, path) as said:
+        moved = path.replace(path.with_name("archive.db"))
+        futures = [writer.submit(generation(response_text="x" * 10_000)) for _ in range(200)]
+        for future in futures:
+            future.result(timeout=10)
+    assert said == ["ok"]
+    assert len(ids(path)) == 200
+    wait_until(lambda: len(ids(moved)) == 20)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
 def test_a_capture_file_put_in_its_place_is_written_to(writer: CaptureWriter, path: Path, tmp_path: Path) -> None:
     writer.submit(generation(id="mine")).result(timeout=10)
     write(tmp_path / "other.db", generation(id="theirs")).replace(path)
@@ -447,7 +482,7 @@ def test_a_lock_that_outlasts_the_writers_patience_is_told_as_a_failure(
 
 def test_the_log_stays_short_although_reads_never_cease(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LOG_BYTES", 200_000), ("LONG_LOG_BYTES", 1_000_000), ("RESTART_EVERY_SECONDS", 0.05)):
-        monkeypatch.setattr(f"capture.writer.{name}", value)
+        monkeypatch.setattr(f"capture.target.{name}", value)
     over = threading.Event()
 
     def read() -> None:
