@@ -1,4 +1,4 @@
-"""Rows out as shards for training, in a folder with a manifest beside them: which rows, and how they are put down.
+"""Rows out as shards for training, in a folder with a manifest beside them: which rows, which of them share a shard.
 
 Knows no format of its own: what is in a shard is a `Batch`'s to know. Knows no model and no tokenizer.
 """
@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture.conversation import opening, said
+from capture.export_folder import fresh, put_down
 from capture.filters import EVERY_ROW, Filters
 from capture.records import CaptureError, Generation, TokenIds, storable, utc_now
 from capture.selection import NearDuplicates, Sample, loops
@@ -120,7 +118,11 @@ class Export:
 
 
 class SkipError(Exception):
-    """A row that a format has no document for; says which field of `Skipped` counts it."""
+    """A format has no document for a row; `reason` is the field of `Skipped` that counts it."""
+
+    def __init__(self, reason: Literal["no_chat", "not_text", "broken_calls"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass
@@ -195,16 +197,6 @@ class Format:
         }
 
 
-def default_folder(parent: Path) -> Path:
-    """`draftloop-export-<UTC time>` in `parent`, with a number after it where that is taken."""
-    name = f"draftloop-export-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    candidate, attempt = parent / name, 1
-    while candidate.exists():
-        attempt += 1
-        candidate = parent / f"{name}-{attempt}"
-    return candidate
-
-
 def held_out(prompt: TokenIds, key_length: int) -> bool:
     """Whether a document is in the held-out tenth: by its token ids up to the end of the first user turn alone.
 
@@ -250,7 +242,7 @@ def export_as(
     Raises NothingToExportError, or CaptureError where the folder cannot be written.
     """
     try:
-        with _fresh_folder(folder), store.snapshot():
+        with fresh(folder), store.snapshot():
             return _export(form, store, folder, wanted, shard_bytes, on_row or (lambda: None))
     except OSError as error:
         raise CaptureError(f"cannot export to {folder}: {error.strerror or error}") from error
@@ -280,7 +272,7 @@ def _export(
     reasons = Skipped(**skipped)
     if not shards:
         raise NothingToExportError(f"nothing to export from {store.path}: {str(reasons) or 'it holds no such rows'}")
-    _put_down(folder / "manifest.json", lambda file: file.write(_manifest(header, wanted, shards, reasons)))
+    put_down(folder / "manifest.json", lambda file: file.write(_manifest(header, wanted, shards, reasons)))
     return Export(folder, tuple(shards), reasons)
 
 
@@ -326,7 +318,7 @@ def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Coun
                 batch = form.batch()
                 batch.add(row, limit)
         except SkipError as error:
-            skipped[str(error)] += 1
+            skipped[error.reason] += 1
     if batch.contents.documents:
         yield batch
 
@@ -334,7 +326,7 @@ def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Coun
 def _write(batch: Batch, path: Path, header: Mapping[str, Any]) -> Shard:
     contents = batch.contents
     fingerprints = contents.fingerprints()
-    _put_down(path, lambda file: batch.write(file, {**header, "fingerprints": fingerprints}))
+    put_down(path, lambda file: batch.write(file, {**header, "fingerprints": fingerprints}))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Shard(
@@ -359,41 +351,3 @@ def _manifest(header: Mapping[str, Any], wanted: Wanted, shards: list[Shard], sk
         "shards": [asdict(shard) for shard in shards],
     }
     return (json.dumps(manifest, indent=2) + "\n").encode()
-
-
-@contextmanager
-def _fresh_folder(folder: Path) -> Iterator[None]:
-    """Make the folder, or take an empty one; on failure leave things as they were."""
-    made = not folder.exists()
-    # As closed to others as the capture file: token ids are the conversations.
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if any(folder.iterdir()):
-        raise CaptureError(f"{folder} is not empty: name a new folder, so that no two exports mix")
-    try:
-        yield
-    except BaseException:
-        for path in (*folder.glob("shard-*"), *folder.glob("manifest.json*")):
-            path.unlink()
-        if made:
-            folder.rmdir()
-        raise
-    _sync(folder.parent)
-
-
-def _put_down(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, and give it its own only when it is whole and on the disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -158,13 +158,9 @@ def request_of(row: Generation, version: Version) -> tuple[str, dict[str, Any]]:
         limit = max(1, len(row.completion_tokens))
     if body.get("min_tokens") is not None:  # more than there is room for: then nothing ends the answer early
         body["min_tokens"] = min(body["min_tokens"], limit)
-    match path:
-        case "/v1/responses":
-            body["max_output_tokens"] = limit
-        case "/v1/chat/completions":
-            body |= {"max_tokens": limit, "logprobs": True, "n": _choice(row) + 1}
-        case _:
-            body |= {"max_tokens": limit, "logprobs": 0, "n": _choice(row) + 1}
+    if path == RESPONSES:
+        return path, {**body, "max_output_tokens": limit}
+    body |= {"max_tokens": limit, "n": _choice(row) + 1, "logprobs": True if path == CHAT else 0}
     return path, body
 
 

@@ -11,7 +11,8 @@ import typer
 
 from capture.commands.choosing import filtered
 from capture.commands.terminal import CapturePath, opened, progress
-from capture.export import SHARD_BYTES, Export, Wanted, default_folder
+from capture.export import SHARD_BYTES, Export, Wanted
+from capture.export_folder import default_folder
 from capture.export_jsonl import Style, export_jsonl
 from capture.export_npz import export_npz
 from capture.export_parquet import export_parquet

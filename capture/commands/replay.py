@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from capture.records import Generation
 from capture.replay import Replay, replay_all
 from capture.selection import Sample
 from capture.server import Server
+from capture.store import Store, UnknownGenerationError
 
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
@@ -52,7 +53,8 @@ def replay(
         else:
             where, arguments = chosen.sql()
             condition, more = store.sampled(Sample(rows=sample, seed=seed), where=where, arguments=arguments)
-            rows = store.iterate(where=f"({where}) AND {condition}", arguments=[*arguments, *more])
+            chosen_ids = store.groups(["id"], where=f"({where}) AND {condition}", arguments=[*arguments, *more])
+            rows = _rows(store, [name for (name,), _ in chosen_ids])
         task = shown.add_task("replaying", total=sample or 1)
         found: Counter[str] = Counter()
         for one in replay_all(rows, asked, asked.version(), concurrency):
@@ -68,6 +70,15 @@ def replay(
         raise typer.Exit(1)
     if not found["same"]:
         fail("no row could be compared", 2)
+
+
+def _rows(store: Store, ids: Iterable[str]) -> Iterator[Generation]:
+    """One after the other: a read that lasts as long as their answers would keep the server's log from ever ending."""
+    for name in ids:
+        try:
+            yield store.get(name)
+        except UnknownGenerationError:
+            continue  # gone since, as rows do that grow old
 
 
 def _row_id(given: str) -> str:

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture.export import Export, NothingToExportError, Skipped, Wanted, default_folder, held_out
+from capture.export import Export, NothingToExportError, Skipped, Wanted, held_out
+from capture.export_folder import default_folder
 from capture.export_npz import export_npz
 from capture.records import CaptureError, Generation
 from capture.store import Store
