@@ -140,8 +140,10 @@ class Books:
         mine.reasoning.append(reasoning)
         deltas = _deltas(said)
         for delta in deltas:
-            call = mine.calls.get(delta.index) or ToolCall(delta.id or "", delta.name or "", "")
-            mine.calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
+            call = mine.calls.get(delta.index) or ToolCall("", "", "")
+            mine.calls[delta.index] = ToolCall(
+                call.id or delta.id or "", call.name or delta.name or "", call.arguments + delta.arguments
+            )
         ids = next((found for place in _places(choice, chunk) if (found := _ids(place))), ())
         mine.ids += ids
         mine.logprobs += _logprobs(choice.get("logprobs"))

@@ -53,6 +53,7 @@ MOST_EVENT_BYTES = 32 * 1024 * 1024
 MOST_ANSWER_BYTES = 256 * 1024 * 1024
 NO_STREAMS = ("application/json", "text/html")  # whatever else it is called, it may be events
 CHAT, TEXT = "/chat/completions", "/completions"
+_UNENDED = "The upstream ended its answer without a finish_reason."
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -225,6 +226,8 @@ class UpstreamBackend:
         books.take(answer)
         if not books.begun:
             raise UpstreamFault(Failure("The upstream answered without any choice."))
+        if not books.ended:
+            raise UpstreamFault(Failure(_UNENDED))
         hide(answer, extras)
         return answer | {"id": _answer_id(request)}
 
@@ -260,7 +263,7 @@ class UpstreamBackend:
             else:
                 await response.aclose()
         if not (books.ended if passage.done else books.whole):
-            raise UpstreamFault(Failure("The upstream ended its answer without a finish_reason."))
+            raise UpstreamFault(Failure(_UNENDED))
 
     async def _send(self, request: ChatRequest, call: _Call) -> tuple[httpx.Response, Extras]:
         """The upstream's consent to answer, and what was asked of it beyond the client's own words."""

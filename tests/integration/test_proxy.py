@@ -79,7 +79,8 @@ def test_a_whole_answer_is_passed_on_unchanged_but_for_its_id(upstream, proxy):
 
 
 def test_half_a_surrogate_pair_is_passed_on_as_it_came(upstream, proxy):
-    upstream.say(plain('{"id": "x", "choices": [{"index": 0, "message": {"content": "\\ud83d"}}]}', headers={}))
+    choice = '{"index": 0, "message": {"content": "\\ud83d"}, "finish_reason": "stop"}'
+    upstream.say(plain(f'{{"id": "x", "choices": [{choice}]}}'))
     assert proxy().chat().json()["choices"][0]["message"]["content"] == "\ud83d"
 
 
@@ -215,7 +216,8 @@ def test_endpoints_that_need_the_model_itself_are_not_there(upstream, proxy):
 
 
 def test_text_completions_are_passed_on_too(upstream, proxy):
-    told = {"id": "chatcmpl-theirs", "object": "text_completion", "choices": [{"index": 0, "text": "ab"}], "x": 1}
+    choice = {"index": 0, "text": "ab", "finish_reason": "length"}
+    told = {"id": "chatcmpl-theirs", "object": "text_completion", "choices": [choice], "x": 1}
     chunks = [
         {**told, "choices": [{"index": 0, "text": "ab", "finish_reason": None}]},
         {**told, "choices": [{"index": 0, "text": "", "finish_reason": "length"}]},

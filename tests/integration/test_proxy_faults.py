@@ -241,6 +241,17 @@ def test_a_whole_answer_that_is_none_is_a_502(upstream, proxy, script):
     failed_row(server, "")
 
 
+@pytest.mark.parametrize("end", [{"finish_reason": None}, {}])
+def test_a_whole_answer_that_does_not_say_how_it_ended_has_not_ended(upstream, proxy, end):
+    message = {"role": "assistant", "content": "Hel"}
+    upstream.say(plain(completion(choices=[{"index": 0, "message": message, **end}])))
+    server = proxy()
+    failed = server.chat()
+    assert failed.status_code == 502
+    assert failed.json()["error"]["message"] == "The upstream ended its answer without a finish_reason."
+    failed_row(server, "Hel")
+
+
 @pytest.mark.parametrize("stream_it", [False, True])
 def test_silence_before_the_first_byte_is_a_504(upstream, proxy, stream_it):
     upstream.say(Script(end="hang"))

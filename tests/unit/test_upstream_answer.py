@@ -175,3 +175,11 @@ def test_a_url_that_is_none_is_refused_without_telling_its_secrets(url):
     with pytest.raises(BackendError) as refused:
         UpstreamBackend(UpstreamOptions(url))
     assert "p@" not in str(refused.value)
+
+
+def test_a_call_may_tell_its_name_and_id_in_any_of_its_pieces() -> None:
+    books = Books({}, PRINTS)
+    for piece in ({"function": {"arguments": "{"}}, {"id": "c", "function": {"name": "f", "arguments": "}"}}):
+        books.take({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, **piece}]}}]})
+    (call,) = books.result().tool_calls
+    assert (call.id, call.name, call.arguments) == ("c", "f", "{}")
