@@ -70,7 +70,7 @@ def serving(reply: Callable[[str, Any], Reply]) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])  # seconds between looks whether to end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
