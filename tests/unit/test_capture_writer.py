@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -217,8 +217,9 @@ def test_closing_gives_up_in_time_and_says_so(writer: CaptureWriter, path: Path,
 
 
 def test_what_is_queued_behind_a_batch_that_is_given_up_is_given_up_with_it(
-    writer: CaptureWriter, path: Path, events: Events
+    writer: CaptureWriter, path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("capture.writer.BATCH_ROWS", 1)
     with locked_by_another_process(path):
         futures = [writer.submit(generation())]
         wait_until(lambda: events.failures)
@@ -422,13 +423,15 @@ def test_a_reader_of_a_file_that_is_moved_away_and_the_new_file_do_not_disturb_e
     for _ in range(20):
         writer.submit(generation()).result(timeout=10)
     with another_process(READER, path) as said:
+        for _ in range(20):
+            writer.submit(generation()).result(timeout=10)
         moved = path.replace(path.with_name("archive.db"))
         futures = [writer.submit(generation(response_text="x" * 10_000)) for _ in range(200)]
         for future in futures:
             future.result(timeout=10)
     assert said == ["ok"]
     assert len(ids(path)) == 200
-    wait_until(lambda: len(ids(moved)) == 20)
+    wait_until(lambda: len(ids(moved)) == 40)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -507,3 +510,41 @@ def test_the_log_stays_short_although_reads_never_cease(path: Path, monkeypatch:
                 reader.join()
         assert longest < 30_000_000
     assert [p.name for p in path.parent.iterdir()] == ["capture.db"]
+
+
+def at_commit(writer: CaptureWriter, act: Callable[[], Any]) -> None:
+    """Act once, when the writer's connection is about to commit."""
+    db = writer._target._db
+    assert db is not None
+
+    def on_statement(statement: str) -> None:
+        if statement == "COMMIT":
+            db.conn.set_trace_callback(None)
+            act()
+
+    db.conn.set_trace_callback(on_statement)
+
+
+def test_a_row_committed_to_a_file_that_was_moved_meanwhile_is_in_the_new_one_too(
+    writer: CaptureWriter, path: Path
+) -> None:
+    at_commit(writer, lambda: path.replace(path.with_name("archive.db")))
+    writer.submit(generation(id="torn")).result(timeout=10)
+    assert ids(path) == {"torn"}
+
+
+def test_a_row_whose_commit_only_seemed_to_fail_is_written_once_and_not_lost(
+    writer: CaptureWriter, path: Path, events: Events
+) -> None:
+    at_commit(writer, wal_path(path).unlink)
+    writer.submit(generation(id="doubtful")).result(timeout=10)
+    assert ids(path) == {"doubtful"}
+    assert events.commits == [1]
+    assert [rows for _, rows in events.failures] == [0]
+
+
+def test_a_connection_that_can_only_read_is_given_up_for_another(writer: CaptureWriter, path: Path) -> None:
+    assert writer._target._db is not None
+    writer._target._db.execute("PRAGMA query_only = ON")
+    writer.submit(generation(id="written")).result(timeout=10)
+    assert ids(path) == {"written"}
