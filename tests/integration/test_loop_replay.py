@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from capture.export_jsonl import export_jsonl
 from capture.records import Generation
+from capture.store import Store
 from tests.answers import bits, body, row_of, streamed, whole
 from tests.capture_rows import write
 from tests.checkpoints import tiny
@@ -267,6 +269,24 @@ def test_whoever_left_is_compared_as_far_as_it_was_told(
     assert row.status == "cancelled"
     done = command(write(tmp_path / "capture.db", row), plain, f"chatcmpl-{row.id}")
     assert done.stdout == "1 same, 0 different, 0 not compared\n", done
+
+
+def test_what_is_exported_as_conversations_makes_the_prompts_that_were_read(
+    drafting: ProcessServer, tmp_path: Path
+) -> None:
+    names = capture_together(drafting, 15)
+    path = copy(names, drafting, tmp_path / "capture.db")
+    with Store.open(path) as store:
+        result = export_jsonl(store, tmp_path / "out")
+        rows = {row.id: row for row in store.iterate()}
+    assert result.skipped.no_chat > 0
+    assert result.documents + result.skipped.no_chat + result.skipped.broken_calls == len(names)
+    for line in map(json.loads, (tmp_path / "out" / "shard-00000.jsonl").read_text().splitlines()):
+        row, kwargs = rows[line["id"]], line.get("chat_template_kwargs") or {}
+        prompt = tiny().tokenizer.encode_chat(line["messages"][:-1], kwargs, json.loads(line.get("tools", "[]")))
+        assert list(prompt.ids) == row.prompt_tokens.tolist()
+        said = line["messages"][-1]
+        assert (said["content"], said.get("reasoning_content", "")) == (row.response_text, row.reasoning)
 
 
 @pytest.mark.slow
