@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 Types = frozenset[str]
 TEXT: Types = frozenset({"string"})
 _SAYS_NOTHING: Types = frozenset()
+_NOWHERE: Mapping[str, Any] = {}
 _NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 _TYPE_BY_KEYWORD = {
@@ -39,18 +40,25 @@ def _properties(schema: Any) -> dict[str, Types]:
     properties = _resolved(root, root).get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    return {name: json_types(property, root) or TEXT for name, property in properties.items()}
+    known: dict[int, Types] = {}
+    return {name: _types(property, root, known, depth=0) or TEXT for name, property in properties.items()}
 
 
-def json_types(schema: Any, root: Mapping[str, Any]) -> Types:
-    """The types a value may have by a schema inside `root`, to which its references point; none where it is silent."""
-    return _types(schema, root, depth=0)
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, Types], depth: int) -> Types:
+    """The types a value may have by a schema inside `root`, to which its references point; none where it is silent.
 
-
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types:
+    `known`: what was found of each schema, by its identity, so that references do not multiply what is looked at.
+    """
     if not isinstance(schema, Mapping) or depth > 16:
         return _SAYS_NOTHING
     schema = _resolved(schema, root)
+    if id(schema) not in known:
+        known[id(schema)] = _SAYS_NOTHING  # of itself, if it refers to itself
+        known[id(schema)] = _own_types(schema, root, known, depth)
+    return known[id(schema)]
+
+
+def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], known: dict[int, Types], depth: int) -> Types:
     null = frozenset({"null"}) if schema.get("nullable") is True else _SAYS_NOTHING
     if named := schema.get("type"):
         names = named if isinstance(named, list) else [named]
@@ -61,10 +69,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types:
         return frozenset(map(_type_of, values)) | null
     for union in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(union), list):
-            each = [_types(branch, root, depth + 1) for branch in branches]
+            each = [_types(branch, root, known, depth + 1) for branch in branches]
             return frozenset().union(*each) | null if all(each) else _SAYS_NOTHING
     if isinstance(branches := schema.get("allOf"), list):
-        said = [types for branch in branches if (types := _types(branch, root, depth + 1))]
+        said = [types for branch in branches if (types := _types(branch, root, known, depth + 1))]
         return frozenset.intersection(*said) | null if said else _SAYS_NOTHING
     about = frozenset(kind for kind, words in _TYPE_BY_KEYWORD.items() if any(word in schema for word in words))
     return about | null if about else _SAYS_NOTHING
@@ -80,9 +88,9 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
         for step in str(reference).split("/")[1:]:
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
-            return {}
+            return _NOWHERE
         schema = found
-    return {}
+    return _NOWHERE
 
 
 def as_json(text: str, types: Types) -> str:

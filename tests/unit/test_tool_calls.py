@@ -319,6 +319,9 @@ def test_a_value_is_of_the_type_its_schema_says(key: str, text: str, value: Any)
         ({"$ref": "#/$defs/nowhere"}, {"string"}),
         ({"$ref": "https://example.com/schema"}, {"string"}),
         ({"$ref": "#/$defs/deep"}, {"string"}),
+        # Were each reference followed for itself, these would take for ever.
+        ({"$ref": "#/$defs/wide"}, {"string"}),
+        ({"$ref": "#/$defs/wide0"}, {"integer"}),
         (True, {"string"}),
         ({}, {"string"}),
     ],
@@ -329,6 +332,9 @@ def test_types_are_read_from_every_way_a_schema_names_them(schema: Any, types: s
         "a/b": {"properties": {}},
         "loop": {"$ref": "#/$defs/loop"},
         "deep": {"anyOf": [{"$ref": "#/$defs/deep"}, {"type": "integer"}]},
+        "wide": {"anyOf": [{"$ref": "#/$defs/wide"}] * 20},
+        **{f"wide{at}": {"oneOf": [{"$ref": f"#/$defs/wide{at + 1}"}] * 20} for at in range(12)},
+        "wide12": {"type": "integer"},
     }
     assert parameter_types([tool("f", {"p": schema}, **{"$defs": definitions})]) == {"f": {"p": types}}
 
