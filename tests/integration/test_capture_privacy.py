@@ -160,7 +160,8 @@ def run(*arguments: object) -> Result:
 def test_old_rows_are_redacted_out_of_the_file_its_log_and_its_copies(tmp_path):
     path = write(tmp_path / "c.db", *(telling(n) for n in range(50)))
     with changing(path) as db:
-        db["generations"].delete_where("rowid % 3 = 0")  # free pages, with text in them
+        db.execute("PRAGMA secure_delete = OFF")
+        db["generations"].delete_where("rowid % 3 > 0")  # free pages, with text in them
         upgrade(db, path, [*MIGRATIONS, lambda db: None])  # the copy an upgrade makes
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
     writer = CaptureWriter(path)  # holds the file open, as a server does: its log stays
@@ -173,11 +174,11 @@ def test_old_rows_are_redacted_out_of_the_file_its_log_and_its_copies(tmp_path):
         assert SECRET.encode() in file.read_bytes()
     would = run("--capture", path, "--dry-run", "email", "--json")
     before = rows(path)
-    assert json.loads(would.stdout)["rows"] == len(before) - 1 == 54
+    assert json.loads(would.stdout)["rows"] == len(before) - 1 == 36
     assert copy.exists()
     done = run("--capture", path, "email")
     assert done.exit_code == 0, done.output
-    assert f"{54 * 220} matches in 54 rows redacted" in done.stdout
+    assert f"{36 * 220} matches in 36 rows redacted" in done.stdout
     assert str(copy) in done.stdout
     left = on_disk(path)
     assert SECRET.encode() not in left
