@@ -18,7 +18,7 @@ from capture.merge import merge
 @filtered
 def merge_(
     into: Annotated[Path, typer.Argument(metavar="INTO", help="The file that gets the rows; may be a new one.")],
-    sources: Annotated[list[Path], typer.Argument(metavar="FROM...", help="The files whose rows are copied.")],
+    sources: Annotated[list[Path], typer.Argument(metavar="FROM", help="The files whose rows are copied.")],
     as_json: AsJson = False,
     chosen: Filters = EVERY_ROW,
 ) -> None:

@@ -21,7 +21,7 @@ from capture.store import Store
 def redact(
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATTERN]...", help="Regular expressions, or: email, key, card, phone, ip."),
+        typer.Argument(metavar="PATTERN", help="Regular expressions, or: email, key, card, phone, ip."),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--redact-file", metavar="FILE", help="Further patterns, one a line.")
