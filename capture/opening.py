@@ -54,7 +54,12 @@ def open_for_writing(path: Path, synchronous: Synchronous, busy_seconds: float =
 
 def identity(path: Path) -> Identity:
     """Which files stand at the path and at that of its log; equal as long as nobody deletes or replaces them."""
-    return tuple(_inode(file) for file in (path, wal_path(path)))
+    return tuple(_inode(file) for file in (path, log_of(path)))
+
+
+def log_of(path: Path) -> Path:
+    """Where SQLite keeps the write-ahead log: beside the file itself, wherever a link to it stands."""
+    return wal_path(path.resolve())
 
 
 def _inode(file: Path) -> tuple[int, int] | None:
@@ -73,8 +78,9 @@ def _make(path: Path) -> None:
             fcntl.flock(folder, fcntl.LOCK_EX)  # of those who find it missing at once, one clears up and makes it
         if not path.exists():
             # Left by a file that was deleted or moved away. SQLite would take them for the new one's.
+            real = path.resolve()
             for left in ("-wal", "-shm"):
-                path.with_name(path.name + left).unlink(missing_ok=True)
+                real.with_name(real.name + left).unlink(missing_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         os.fsync(folder)
     finally:

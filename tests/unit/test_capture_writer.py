@@ -556,3 +556,22 @@ def test_a_connection_that_can_only_read_is_given_up_for_another(writer: Capture
     writer._target._db.execute("PRAGMA query_only = ON")
     writer.submit(generation(id="written")).result(timeout=10)
     assert ids(path) == {"written"}
+
+
+def test_a_file_behind_a_link_is_written_and_its_log_kept_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("LOG_BYTES", 100_000), ("LONG_LOG_BYTES", 200_000), ("RESTART_EVERY_SECONDS", 0)):
+        monkeypatch.setattr(f"capture.target.{name}", value)
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "capture.db"
+    link.symlink_to(tmp_path / "disk" / "real.db")
+    longest = 0
+    with writing(link, synchronous="NORMAL") as writer:
+        for _ in range(50):
+            writer.submit(generation(response_text="x" * 50_000)).result(timeout=10)
+            longest = max(longest, (tmp_path / "disk" / "real.db-wal").stat().st_size)
+    assert 0 < longest < 1_000_000
+    assert len(ids(link)) == 50
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["real.db"]
+    assert not caplog.records
