@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -37,8 +37,10 @@ from backend.loading import MOST_DRAFTS, Loaded, LocalOptions, load
 from backend.text.answer import AnswerText
 from backend.text.phases import Matcher
 from backend.text.tokenizer import ChatTokenizer, Prompt
+from backend.text.untrusted import strings
 
 DEFAULT_MAX_TOKENS = 16384
+LONG_TEXT = 2**20  # characters; tokenizing a text takes a hundred times its size in memory
 MOST_PROMPT_LOGPROBS = 2**20  # of one request, alternatives included
 _KINDS = ("mtp", "none", "prediction", "hot_vocab")
 
@@ -55,6 +57,7 @@ class LocalBackend:
         self._options = options
         self._loaded: Loaded | None = None
         self._encoding: set[str] = set()  # requests still wanted whose prompt is being made: the engine knows none yet
+        self._long_text = asyncio.Lock()
         slots = MOST_DRAFTS if options.draft_tokens == "auto" else options.draft_tokens
         sources = dict.fromkeys([name.partition(":")[0] for name in options.drafters] + [PREDICTION, GRAMMAR])
         self._counts = SpeculationCounts(sources, slots)
@@ -145,7 +148,8 @@ class LocalBackend:
         self._engine.cancel(request_id)
 
     async def tokenize(self, request: ChatRequest) -> tuple[tuple[int, ...], str]:
-        prompt = await asyncio.to_thread(self._prompt, request)
+        async with self._turn(request):
+            prompt = await asyncio.to_thread(self._prompt, request)
         if request.prompt is None:
             return prompt.ids, prompt.text
         return prompt.ids, b"".join(await self.detokenize(prompt.ids)).decode("utf-8", errors="replace")
@@ -158,7 +162,8 @@ class LocalBackend:
         loaded = self._ready
         self._encoding.add(request.id)
         try:
-            prompt, matcher = await asyncio.to_thread(self._prepare, request)
+            async with self._turn(request):
+                prompt, matcher = await asyncio.to_thread(self._prepare, request)
         finally:
             wanted = request.id in self._encoding
             self._encoding.discard(request.id)
@@ -181,6 +186,12 @@ class LocalBackend:
                     return
         finally:
             self._engine.cancel(sequence.id)
+
+    def _turn(self, request: ChatRequest) -> AbstractAsyncContextManager[None]:
+        """Long texts are tokenized one at a time, and leave threads to the others."""
+        text = request.prompt if isinstance(request.prompt, str) else ""
+        said = sum(map(len, strings([text, request.messages, request.tools])))
+        return self._long_text if said > LONG_TEXT else nullcontext()
 
     def _prepare(self, request: ChatRequest) -> tuple[Prompt, Matcher | None]:
         prompt = self._prompt(request)

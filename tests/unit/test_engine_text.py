@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -12,7 +14,8 @@ import pytest
 
 from backend.interface import BackendUnavailable, ChatEvent, ChatRequest, EngineStats, Result, SamplingRequest, Step
 from backend.loading import LocalOptions
-from backend.local import LocalBackend
+from backend.local import LONG_TEXT, LocalBackend
+from backend.text.tokenizer import Prompt
 from tests.checkpoints import random_small
 
 LENGTHS = (0, 1, 3, 8)
@@ -218,3 +221,33 @@ def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
             await answer(backend, ASK)
 
     asyncio.run(asyncio.wait_for(life(), 60))
+
+
+def test_long_texts_are_tokenized_one_at_a_time_and_short_ones_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, running, together, short_came = make(0), 0, [], threading.Event()
+
+    def tokenize(request: ChatRequest) -> Prompt:
+        nonlocal running
+        if request.id == "short":
+            short_came.set()
+        else:
+            running += 1
+            together.append(running)
+            assert short_came.wait(30)
+            time.sleep(0.05)  # for another one to come where it may
+            running -= 1
+        return Prompt((), "", 0, in_reasoning=False)
+
+    async def ask(name: str, **said: Any) -> None:
+        await backend.tokenize(ChatRequest(name, **said))
+
+    async def all_of_them() -> None:
+        long = "x" * (LONG_TEXT + 1)
+        said = {"role": "user", "content": long}
+        tool = {"type": "function", "function": {"name": "f", "description": long}}
+        work = [ask("messages", messages=[said]), ask("tools", tools=[tool]), ask("more", messages=[said])]
+        await asyncio.wait_for(asyncio.gather(*work, ask("short", messages=[{"role": "user", "content": "x"}])), 60)
+
+    monkeypatch.setattr(backend, "_prompt", tokenize)
+    asyncio.run(all_of_them())
+    assert together == [1, 1, 1]
