@@ -54,12 +54,7 @@ def open_for_writing(path: Path, synchronous: Synchronous, busy_seconds: float =
 
 def identity(path: Path) -> Identity:
     """Which files stand at the path and at that of its log; equal as long as nobody deletes or replaces them."""
-    return tuple(_inode(file) for file in (path, log_of(path)))
-
-
-def log_of(path: Path) -> Path:
-    """Where SQLite keeps the write-ahead log: beside the file itself, wherever a link to it stands."""
-    return wal_path(path.resolve())
+    return tuple(_inode(file) for file in (path, wal_path(path)))
 
 
 def _inode(file: Path) -> tuple[int, int] | None:

@@ -316,8 +316,9 @@ class Store:
 
 
 def wal_path(path: Path) -> Path:
-    """SQLite's write-ahead log beside a file."""
-    return path.with_name(path.name + "-wal")
+    """SQLite's write-ahead log: beside the file itself, wherever a link to it stands."""
+    file = path.resolve()
+    return file.with_name(file.name + "-wal")
 
 
 def _most_first(counts: dict[str, int]) -> dict[str, int]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from capture.opening import Identity, Synchronous, identity, log_of, open_for_writing
+from capture.opening import Identity, Synchronous, identity, open_for_writing
 from capture.records import CaptureError, RecordError
+from capture.store import wal_path
 
 LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 # Failures of the moment: another process's lock, a full disk, a file that is damaged until somebody puts it right.
@@ -99,7 +100,7 @@ class Target:
         if self._db is None:
             return
         try:
-            size, now = log_of(self.path).stat().st_size, time.monotonic()
+            size, now = wal_path(self.path).stat().st_size, time.monotonic()
             if size >= LONG_LOG_BYTES and now - self._restart_tried >= RESTART_EVERY_SECONDS:
                 self._restart_tried = now
                 if not _emptied(self._db, RESTART_SECONDS):

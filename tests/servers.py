@@ -36,7 +36,7 @@ CHAT = "/v1/chat/completions"
 MODEL = "under-test"
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """The condition's first true value; fails after the given time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
