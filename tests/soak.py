@@ -169,7 +169,7 @@ def soak(checkpoint: Checkpoint, seconds: float, *flags: str, seed: int = 0) -> 
             # Every page there is can be had again.
             last = server.chat(" ".join(random.Random(1).choices(WORDS, k=1700)), ignore_eos=True, max_tokens=5)
             assert last.json()["choices"][0]["finish_reason"] == "length", last.text
-            eventually(load.settled, 5)
+            eventually(load.settled, 30)
             early = max(sizes[len(sizes) // 6 : len(sizes) // 3])
             load.seen["MiB early"], load.seen["MiB late"] = round(early), round(sizes[-1])
             load.seen["preemptions"] = int(server.http.get("/v1/engine").json()["preemptions"])

@@ -174,8 +174,7 @@ def test_one_who_leaves_while_set_back_has_still_had_its_prompt_run(tight: Proce
         eventually(lambda: tight.metric("num_preemptions_total") > preemptions, 20)
         eventually(lambda: tight.metric("num_requests_waiting") > 0)
     assert_empty(tight)
-    rows = [row for row in tight.rows() if row.id in names]
-    assert len(rows) == 4
+    rows = eventually(lambda: len(found := [row for row in tight.rows() if row.id in names]) == 4 and found)
     for row in rows:
         assert row.status == "cancelled"
         assert len(row.completion_tokens) > 0
