@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -127,7 +128,7 @@ async def run(
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         ending.append(signum)
-        loop.call_soon_threadsafe(stop)
+        loop.call_soon_threadsafe(stop, context=Context())  # of no request, whichever was being served
 
     server = _Server(config(app, certificate), on_signal)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="serving")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 from starlette.types import Message as AsgiMessage
@@ -87,6 +89,26 @@ async def data_lines(chunks: AsyncIterator[str], cancel: Callable[[], None], wha
     finally:
         cancel()
     yield "[DONE]"
+
+
+class Answer(Protocol):
+    """What a chat's and a text completion's answers have in common."""
+
+    @property
+    def id(self) -> str: ...
+
+    def chunks(self) -> AsyncIterator[BaseModel]: ...
+
+    async def whole(self) -> BaseModel: ...
+
+
+async def sent(request: Request, answer: Answer, cancel: Callable[[], None], *, streamed: bool) -> Response:
+    """The answer as its client wants it; fields that were never given do not appear."""
+    if streamed:
+        lines = (chunk.model_dump_json(exclude_unset=True) async for chunk in answer.chunks())
+        return event_stream(data_lines(lines, cancel, answer.id), cancel)
+    whole = await while_connected(request, cancel, answer.whole())
+    return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 def told(error: Exception, what: str) -> ApiError:

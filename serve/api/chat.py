@@ -18,7 +18,7 @@ from serve.intake import receive
 from serve.record import Origin
 from serve.schemas.chat import ChatCompletionRequest
 from serve.schemas.tools import offered
-from serve.streaming import data_lines, event_stream, while_connected, within
+from serve.streaming import sent, while_connected, within
 
 router = APIRouter()
 
@@ -47,11 +47,7 @@ async def create_chat_completion(request: Request) -> Response:
         choices=choices,
         prompt_ids=prompt_ids,
     )
-    if call.stream:
-        lines = (chunk.model_dump_json(exclude_unset=True) async for chunk in answer.chunks())
-        return event_stream(data_lines(lines, choices.cancel, answer.id), choices.cancel)
-    completion = await while_connected(request, choices.cancel, answer.whole())
-    return Response(completion.model_dump_json(exclude_unset=True), media_type="application/json")
+    return await sent(request, answer, choices.cancel, streamed=bool(call.stream))
 
 
 def _choice(asked: ChatRequest, index: int, origin: Origin) -> ChatRequest:

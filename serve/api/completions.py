@@ -19,7 +19,7 @@ from serve.intake import receive
 from serve.record import Origin
 from serve.schemas.completions import CompletionRequest
 from serve.service import Service
-from serve.streaming import data_lines, event_stream, while_connected, within
+from serve.streaming import sent, while_connected, within
 
 router = APIRouter()
 
@@ -45,11 +45,7 @@ async def create_completion(request: Request) -> Response:
         choices=choices,
         prompts=prompts,
     )
-    if call.stream:
-        lines = (chunk.model_dump_json(exclude_unset=True) async for chunk in answer.chunks())
-        return event_stream(data_lines(lines, choices.cancel, answer.id), choices.cancel)
-    completion = await while_connected(request, choices.cancel, answer.whole())
-    return Response(completion.model_dump_json(exclude_unset=True), media_type="application/json")
+    return await sent(request, answer, choices.cancel, streamed=bool(call.stream))
 
 
 def _requests(call: CompletionRequest, origin: Origin) -> list[tuple[ChatRequest, Origin]]:

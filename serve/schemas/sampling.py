@@ -15,7 +15,7 @@ from backend.interface import Grammar, SamplingRequest
 from serve.constraints import ResponseFormat, StructuredOutputs
 from serve.strict import RequestModel
 
-MAX_STOPS = 16
+MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 64
 MAX_ENTRIES = 1024  # of an object whose names are the client's
 MAX_BAD_WORDS = 256

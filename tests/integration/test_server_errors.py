@@ -69,7 +69,7 @@ OUT_OF_RANGE = [
     ("thinking_token_budget", -1),
     ("verbosity", "loud"),
     ("stop", ""),
-    ("stop", ["x"] * 17),
+    ("stop", ["x"] * 5),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [2**31]),
     ("stop_token_ids", [1] * 129),
