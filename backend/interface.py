@@ -83,7 +83,7 @@ class ChatRequest:
     `tool_name` where given. `parallel_tool_calls` False: at most one call. `thinking_budget`: the most tokens before
     `</think>`, which is then forced. `prediction`: OpenAI's predicted output, a draft. `drafter`: the name of a loaded
     drafter for this request alone. `cache_salt`: requests of different salts share no prefix cache. `raw`: the body
-    as the client sent it, for a backend that passes it on.
+    as the client sent it, for a backend that passes it on. `private`: whoever it is passed on to is not to keep it.
     """
 
     id: str
@@ -100,6 +100,7 @@ class ChatRequest:
     drafter: str | None = None
     cache_salt: str | None = None
     raw: Mapping[str, Any] | None = None
+    private: bool = False
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,7 @@ class UpstreamBackend:
             "Content-Type": "application/json",
             "Accept": "text/event-stream" if stream else "application/json",
             "X-Request-Id": request.id,
+            **({"X-Draftloop-Capture": "off"} if request.private else {}),
         }
         asked = extras = manners.extras(raw, stream)
         while True:

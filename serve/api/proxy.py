@@ -61,7 +61,9 @@ async def _models(request: Request) -> Mapping[str, Any]:
 async def _pass_on(request: Request, schema: type[Proxied]) -> Response:
     service, call, origin = await receive(request, schema)
     service.admit(call.n or 1)
-    asked = ChatRequest(id=origin.id, prompt="" if schema is ProxiedText else None, raw=origin.body)
+    asked = ChatRequest(
+        id=origin.id, prompt="" if schema is ProxiedText else None, raw=origin.body, private=origin.opted_out
+    )
     generation = service.generate(asked, replace(origin, model=call.model or origin.model))
     # Nothing is sent before the first chunk: until then a failure can still have its own status.
     events = generation.events()

@@ -176,6 +176,17 @@ def test_only_our_key_goes_to_the_upstream(upstream, proxy):
     assert "sk-" not in str([row.request for row in server.rows()])
 
 
+@pytest.mark.parametrize(
+    ("headers", "more", "passed_on"),
+    [({"X-Draftloop-Capture": "off"}, {}, "off"), ({}, {"store": False}, "off"), ({}, {}, None)],
+)
+def test_what_is_not_to_be_kept_here_is_not_to_be_kept_there(upstream, proxy, headers, more, passed_on):
+    server = proxy()
+    assert server.http.post(CHAT, json={"messages": HI, **more}, headers=headers).status_code == 200
+    assert upstream.posts[0].headers.get("x-draftloop-capture") == passed_on
+    assert len(server.rows()) == (passed_on is None)
+
+
 def test_without_a_key_none_is_sent(upstream, proxy):
     server = proxy()
     server.http.post(CHAT, json={"messages": HI}, headers={"Authorization": "Bearer sk-client"})
