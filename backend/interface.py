@@ -273,7 +273,7 @@ class ModelInfo:
 
     name: str
     max_model_len: int
-    drafter: str  # the default one
+    drafter: str  # the default one, as of now
     draft_tokens: int | Literal["auto"]
     fingerprints: Fingerprints
     build: Mapping[str, Any]
@@ -353,6 +353,15 @@ class ChatBackend(Protocol):
 
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         """What each id stands for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
+
+    def promote(self, drafter: str) -> None:
+        """Make a loaded drafter, or "none", the default of the requests that come from now on.
+
+        Those that have begun keep theirs. Raises InvalidRequest for any other name, and where there are no drafters.
+        """
+
+    def roll_back(self) -> None:
+        """Take the last promotion back. Raises InvalidRequest where there is none."""
 
     def cancel(self, request_id: str) -> None:
         """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

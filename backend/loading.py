@@ -56,7 +56,7 @@ class LocalOptions:
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"  # auto | bfloat16 | float32
     drafter: str = "mtp"  # mtp | none | prediction | hot_vocab:FILE
-    further_drafters: tuple[str, ...] = ()  # loaded beside it, for requests that name one
+    further_drafters: tuple[str, ...] = ()  # loaded beside it, to be promoted or named by requests
     draft_tokens: int | Literal["auto"] = 2  # 0 … 8
     threads: int | None = None
     max_model_len: int | None = None
@@ -77,7 +77,7 @@ class Loaded:
 
     loop: Loop
     drafters: dict[str, Drafter]  # by name, the default first
-    default: Drafter | None
+    default: Drafter | None  # of the options
     tokenizer: ChatTokenizer
     grammars: GrammarCompiler
     config: ModelConfig

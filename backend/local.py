@@ -10,12 +10,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from backend.answer import Answer
 from backend.constraints import constraint
+from backend.default_drafter import DefaultDrafter
 from backend.drafters.prediction import PredictionState
+from backend.drafters.protocol import Drafter
 from backend.engine.engine import Engine
 from backend.engine.loop import Loop
 from backend.engine.parameters import PENALTIES, SamplingParams
@@ -55,6 +57,7 @@ class LocalBackend:
         if options.draft_tokens != "auto" and not 0 <= options.draft_tokens <= MOST_DRAFTS:
             raise BackendError(f"draft_tokens is {options.draft_tokens}: expected auto or 0 to {MOST_DRAFTS}")
         self._options = options
+        self._default = DefaultDrafter(kinds[0])  # a promotion outlives an engine that is started anew
         self._loaded: Loaded | None = None
         self._encoding: set[str] = set()  # requests still wanted whose prompt is being made: the engine knows none yet
         self._long_text = asyncio.Lock()
@@ -93,13 +96,13 @@ class LocalBackend:
         return min(self._options.max_model_len or longest, longest)
 
     def info(self) -> ModelInfo:
-        loaded = self._ready
+        loaded, drafter = self._ready, self._drafter()
         return ModelInfo(
             name=self._options.name or self._options.model,
             max_model_len=self.max_model_len,
-            drafter=loaded.default.name if loaded.default else "none",
-            draft_tokens=self._options.draft_tokens if loaded.default else 0,
-            fingerprints=loaded.fingerprints,
+            drafter=self._default.name,
+            draft_tokens=self._options.draft_tokens if drafter else 0,
+            fingerprints=replace(loaded.fingerprints, drafter=drafter.fingerprint if drafter else "none"),
             build=loaded.build,
             probe=loaded.probe.as_json(),
             tokenizer=loaded.tokenizer.described(),
@@ -117,7 +120,7 @@ class LocalBackend:
             prefix_cache_hits=prefix.hits if prefix is not None else 0,
             preemptions=loop.scheduler.preemptions,
             draft_tokens=loop.speculation.draft_tokens,
-            drafters=self._counts.snapshot(),
+            drafters=tuple(sorted(self._counts.snapshot(), key=lambda one: one.drafter != self._default.name)),
             restarts=self._engine.restarts,
         )
 
@@ -132,6 +135,7 @@ class LocalBackend:
             "preemptions": scheduler.preemptions,
             "draft_tokens": {"asked": self._options.draft_tokens, "now": loaded.loop.speculation.draft_tokens},
             "drafters": {name: drafter.fingerprint for name, drafter in loaded.drafters.items()},
+            "default_drafters": self._default.as_json(),
             "pages": {"total": table.total, "free": table.free, "held_by_running": scheduler.usage},
             "prefix_cache": {
                 "snapshots": len(prefix),
@@ -142,6 +146,21 @@ class LocalBackend:
             if prefix is not None
             else None,
         }
+
+    def promote(self, drafter: str) -> None:
+        self._drafter(drafter)
+        self._default.promote(drafter)
+
+    def roll_back(self) -> None:
+        self._default.roll_back()
+
+    def _drafter(self, name: str | None = None) -> Drafter | None:
+        """The drafter of that name, or the default one; None is the one that drafts nothing."""
+        drafters = self._ready.drafters
+        if name is not None and name != "none" and name not in drafters:
+            known = ", ".join([*drafters, "none"])
+            raise InvalidRequest(f"There is no drafter {name!r} here, only {known}.", param="drafter")
+        return drafters.get(self._default.name if name is None else name)
 
     def cancel(self, request_id: str) -> None:
         self._encoding.discard(request_id)
@@ -245,12 +264,7 @@ class LocalBackend:
                 param="logprobs",
             )
         params = self._params(asked, prompt)
-        drafter = loaded.default
-        if request.drafter is not None:
-            if request.drafter != "none" and request.drafter not in loaded.drafters:
-                known = ", ".join([*loaded.drafters, "none"])
-                raise InvalidRequest(f"There is no drafter {request.drafter!r} here, only {known}.", param="drafter")
-            drafter = loaded.drafters.get(request.drafter)
+        drafter = self._drafter(request.drafter)
         predicted = loaded.tokenizer.plain(request.prediction) if request.prediction else None
         return Sequence(
             id=request.id,

@@ -190,7 +190,9 @@ class Live:
         before = self._ago(now, RATE_SECONDS)
         minute, minutes = self._ago(now, RECENT_SECONDS), self._ago(now, LATENCY_SECONDS)
         recent = {name: slots.since(minute.drafters.get(name)) for name, slots in now.drafters.items()}
-        prints = service.backend.engine().get("drafters", {}) if service.has_model else {}
+        engine = service.backend.engine() if service.has_model else {}
+        prints = engine.get("drafters", {})
+        defaults = [one["drafter"] for one in engine.get("default_drafters", ())]
         requests = {
             "running": _value(samples, "num_requests_running"),
             "waiting": _value(samples, "num_requests_waiting"),
@@ -227,12 +229,20 @@ class Live:
                 {
                     "name": name,
                     "fingerprint": prints.get(name),
+                    "default": defaults[-1:] == [name],
                     "counted": slots.counted,
                     "total": slots.as_json(),
                     "recent": recent[name].as_json(),
                 }
                 for name, slots in now.drafters.items()
             ],
+            # What an operator can make the default, and what a roll back would; None where nothing drafts here.
+            "promotion": {
+                "others": [name for name in (*prints, "none") if name != defaults[-1]],
+                "previous": defaults[-2] if len(defaults) > 1 else None,
+            }
+            if defaults
+            else None,
             "capture": {
                 "state": service.recorder.state,
                 "rows": _by(samples, "capture_generations_total", "status"),

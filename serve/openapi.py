@@ -18,6 +18,7 @@ from serve.api.health import version_of_package
 from serve.auth import OPEN
 from serve.schemas.chat import ChatCompletion, ChatCompletionRequest
 from serve.schemas.completions import Completion, CompletionRequest
+from serve.schemas.drafters import Drafters, PromoteRequest, RollBackRequest
 from serve.schemas.proxied import ProxiedChat, ProxiedText
 from serve.schemas.response_output import Response
 from serve.schemas.responses import ResponsesRequest
@@ -48,6 +49,7 @@ ERRORS = {
 }
 UPSTREAMS = "default"  # an upstream's own errors are passed on, whatever their status
 TAKES = (400, 404, 408, 413, 415, 503)  # what every endpoint with a body may say
+OPERATES = (400, 403, 408, 413, 415, 503)
 GENERATES = (*TAKES, 403, 429, 500, 504)
 
 
@@ -92,6 +94,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "list_models": Operation((502, 503)),
     "retrieve_model": Operation((404, 502, 503)),
     "engine": Operation((403, 503)),
+    "promote_drafter": Operation(OPERATES, PromoteRequest, Drafters),
+    "roll_back_drafter": Operation(OPERATES, RollBackRequest, Drafters),
     "health": Operation(unfit="The process is to be started anew."),
     "ready": Operation(unfit="A request sent now would not start."),
     "tell_version": Operation((503,)),

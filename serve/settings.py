@@ -105,8 +105,8 @@ class Settings(BaseSettings):
     )
     further_drafters: Annotated[tuple[Drafter, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (),
-        description="Drafters loaded beside --drafter, separated by commas, for requests to choose; needs "
-        "--allow-drafter-choice.",
+        description="Drafters loaded beside --drafter, separated by commas: for the operator to promote and, with "
+        "--allow-drafter-choice, for requests to choose.",
     )
     allow_drafter_choice: bool = Field(False, description="Let a request name its drafter in the field drafter.")
     draft_tokens: Annotated[int | Literal["auto"], BeforeValidator(_draft_tokens)] = Field(
@@ -218,12 +218,8 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="How it is logged: for people or for machines.")
 
     @model_validator(mode="after")
-    def _drafters_can_be_chosen(self) -> Self:
+    def _drafters_can_be_told_apart(self) -> Self:
         kinds = [name.partition(":")[0] for name in (self.drafter, *self.further_drafters)]
-        if self.further_drafters and not self.allow_drafter_choice:
-            raise PydanticCustomError(
-                "unused_drafters", "no request could choose them; give --allow-drafter-choice too", _AT_FURTHER
-            )
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             raise PydanticCustomError("drafter_twice", "{kind} is given twice", {**_AT_FURTHER, "kind": twice})
         return self

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from backend.default_drafter import DefaultDrafter
 from backend.interface import (
     Alternative,
     BackendError,
@@ -38,6 +40,13 @@ ACCEPTED = (2, 0, 3, 1)  # drafts accepted by one verify step after the other
 FINGERPRINTS = Fingerprints(
     weights="w" * 64, tokenizer="t" * 64, chat_template="c" * 64, drafter="d" * 64, build="fake"
 )
+
+
+def fingerprint(drafter: str) -> str:
+    """Each has its own, as real ones have."""
+    known = {"none": "none", "mtp": FINGERPRINTS.drafter}
+    return known.get(drafter) or hashlib.sha256(drafter.encode()).hexdigest()
+
 
 PROCESSORS = (
     "choice",
@@ -89,7 +98,7 @@ class Script:
 class FakeBackend:
     """`cancelled` and `requests` list what it was told; `start_delay` and `start_error` say how it loads.
 
-    `drafters` are the loaded ones, the default first; `steps` are those that each of them took part in.
+    `drafters` are those that may be named, first the default at its start; `steps` are those that each took part in.
     """
 
     script: Script = field(default_factory=Script)
@@ -105,6 +114,9 @@ class FakeBackend:
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     started: bool = False
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.default = DefaultDrafter(self.drafters[0])
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_delay)
@@ -124,7 +136,8 @@ class FakeBackend:
     def info(self) -> ModelInfo:
         if not self.started:
             raise BackendUnavailable("still loading")
-        return ModelInfo("fake", 4096, self.drafters[0], SLOTS, FINGERPRINTS, {"torch": "none"}, {"rows": 2})
+        prints = replace(FINGERPRINTS, drafter=fingerprint(self.default.name))
+        return ModelInfo("fake", 4096, self.default.name, SLOTS, prints, {"torch": "none"}, {"rows": 2})
 
     def stats(self) -> EngineStats:
         if not self.started:
@@ -137,7 +150,7 @@ class FakeBackend:
             prefix_cache_hits=self.found,
             preemptions=2,
             draft_tokens=SLOTS,
-            drafters=tuple(self._drafter_stats(drafter) for drafter in self.drafters),
+            drafters=tuple(map(self._drafter_stats, sorted(self.drafters, key=self.default.name.__ne__))),
         )
 
     def _drafter_stats(self, drafter: str) -> DrafterStats:
@@ -148,7 +161,21 @@ class FakeBackend:
         return DrafterStats(drafter, drafts, proposed, accepted, proposed, accepted)
 
     def engine(self) -> Mapping[str, Any]:
-        return {"running": list(self.running), "waiting": [], "draft_tokens": SLOTS}
+        return {
+            "running": list(self.running),
+            "waiting": [],
+            "draft_tokens": SLOTS,
+            "drafters": {name: fingerprint(name) for name in self.drafters if name != "none"},
+            "default_drafters": self.default.as_json(),
+        }
+
+    def promote(self, drafter: str) -> None:
+        if drafter not in (*self.drafters, "none"):
+            raise InvalidRequest(f"No drafter {drafter!r} is loaded.", param="drafter")
+        self.default.promote(drafter)
+
+    def roll_back(self) -> None:
+        self.default.roll_back()
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.running:
@@ -180,8 +207,8 @@ class FakeBackend:
         script = _script(request, self.script)
         if script.refuses:
             raise InvalidRequest(script.refuses, param="messages", code="context_length_exceeded")
-        drafter = request.drafter or self.drafters[0]
-        if drafter not in self.drafters:
+        drafter = request.drafter or self.default.name
+        if drafter not in (*self.drafters, self.default.name):
             raise InvalidRequest(f"No drafter {drafter!r} is loaded.", param="drafter")
         if script.refuses_grammar and request.sampling.grammar:
             raise InvalidRequest(script.refuses_grammar, param="response_format")
@@ -309,7 +336,7 @@ class _Recital:
             sampling=_effective(sampling),
             drafter=self.drafter,
             steps=tuple(self.steps),
-            fingerprints=FINGERPRINTS,
+            fingerprints=replace(FINGERPRINTS, drafter=fingerprint(self.drafter)),
             timings=Timings(
                 queue_ms=3.0,
                 prompt_n=len(self.prompt) - self.script.cached,

@@ -18,7 +18,7 @@ WINDOW_SECONDS = 60.0
 class SpeculationCounts:
     """P_s and A_s per drafter and slot; written by the engine thread, read by any.
 
-    `drafters`: the names that are counted, in the order of `snapshot`, the default first. `slots`: the most a step
+    `drafters`: the names that are counted, in the order of `snapshot`. `slots`: the most a step
     drafts.
     """
 

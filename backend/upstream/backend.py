@@ -181,6 +181,12 @@ class UpstreamBackend:
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         raise InvalidRequest("The tokenizer is the upstream's; this server has none.")
 
+    def promote(self, drafter: str) -> None:
+        raise _no_drafters()
+
+    def roll_back(self) -> None:
+        raise _no_drafters()
+
     def cancel(self, request_id: str) -> None:
         if (call := self._calls.get(request_id)) is not None:
             call.cancel()
@@ -334,6 +340,10 @@ class UpstreamBackend:
         """Nobody has hashed anything there: these name the place, and are like no hash."""
         place = f"upstream:{self._base}#{model or ''}"
         return Fingerprints(weights=place, tokenizer=place, chat_template=place, drafter=place, build=DRAFTER)
+
+
+def _no_drafters() -> InvalidRequest:
+    return InvalidRequest("This server stands before an upstream and has no drafters of its own.")
 
 
 def _answer_id(request: ChatRequest) -> str:

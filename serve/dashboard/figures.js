@@ -44,9 +44,9 @@ export function show(told) {
     { name: "late", cells: ["late", count(capture.late)] },
     { name: "lost", cells: ["lost", count(capture.lost)] },
   ]);
-  rows(byId("drafters"), drafters.map(({ name, fingerprint, total, recent }) => ({
+  rows(byId("drafters"), drafters.map(({ name, fingerprint, default: isDefault, total, recent }) => ({
     name,
-    cells: [name, ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
+    cells: [isDefault ? `${name} (default)` : name, ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
   })));
 
   const drafting = drafters.filter(({ total }) => total.drafts);

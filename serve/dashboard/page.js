@@ -3,7 +3,8 @@
 import * as chat from "./chat.js";
 import { byId, figure, shown } from "./dom.js";
 import { show } from "./figures.js";
-import { ask, dataOf, refusal, setKey } from "./stream.js";
+import * as promotion from "./promotion.js";
+import { ask, dataOf, hasKey, refusal, setKey } from "./stream.js";
 
 const RETRY = 2000, QUIET = 5000, DEAD = 15000; // milliseconds
 
@@ -14,7 +15,7 @@ let asking = null; // the promise of another key
 function askForKey() {
   asking ??= new Promise((resolve) => {
     const form = byId("key");
-    shown(byId("key-wrong"), sessionStorage.length > 0);
+    shown(byId("key-wrong"), hasKey());
     shown(form, true);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -48,6 +49,7 @@ async function follow() {
     const told = JSON.parse(data);
     show(told);
     chat.know(told);
+    promotion.know(told);
     say(told.state, told.state === "ready" ? "live" : "");
   }
 }
@@ -72,4 +74,5 @@ setInterval(() => {
 }, 1000);
 
 chat.start(askForKey);
+promotion.start();
 followForEver();

@@ -1,11 +1,16 @@
 // Requests to our own server: the key they carry, and the data of server-sent events. EventSource can send no key.
 
-const KEY = "draftloop-key";
+const KEY = "draftloop-key", ADMIN_KEY = "draftloop-admin-key";
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+export const setAdminKey = (key) => sessionStorage.setItem(ADMIN_KEY, key);
+export const hasAdminKey = () => Boolean(sessionStorage.getItem(ADMIN_KEY));
 
-export function ask(path, { headers = {}, ...more } = {}) {
-  const key = sessionStorage.getItem(KEY);
+export const ask = (path, how) => askWith(sessionStorage.getItem(KEY), path, how);
+export const askAsOperator = (path, how) => askWith(sessionStorage.getItem(ADMIN_KEY) ?? sessionStorage.getItem(KEY), path, how);
+
+function askWith(key, path, { headers = {}, ...more } = {}) {
   const carried = key ? { Authorization: `Bearer ${key}` } : {};
   return fetch(path, { ...more, headers: { ...headers, ...carried } });
 }

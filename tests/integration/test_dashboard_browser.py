@@ -160,7 +160,7 @@ def test_at_rest_every_number_is_that_of_metrics(serve, look):
         "late": [f"{server.metric('capture_late_total'):.0f}"],
         "lost": [f"{server.metric('capture_failures_total'):.0f}"],
     }
-    assert table(page, "drafters") == {"mtp": [tau, tau, f"{sum(accepted):.0f} / {sum(proposed):.0f}", ""]}
+    assert table(page, "drafters") == {"mtp": [tau, tau, f"{sum(accepted):.0f} / {sum(proposed):.0f}", "d" * 12]}
     latency = table(page, "latency")
     for name, metric in (
         ("time_to_first_token", "time_to_first_token"),
@@ -365,6 +365,55 @@ def test_open_figures_beside_a_guarded_api_ask_for_a_key_with_the_first_question
     page.until(ANSWERED)
     assert "".join(text for text, _, _ in tokens(page)) == "Yes"
     page.complaints.clear()
+
+
+# -- promote and roll back -------------------------------------------------------------------------------------------
+
+BUTTONS = "[...document.querySelectorAll('#promotion button')].map(b => b.textContent).join()"
+DEFAULT = "[...document.querySelectorAll('#drafters [data-row]')].map(r => r.cells[0].textContent).join()"
+
+
+def test_the_operator_promotes_a_drafter_and_takes_it_back(serve, look):
+    server = serve(backend=FakeBackend(drafters=("mtp", "prediction")))
+    page = look(server, width=390, height=800, mobile=True)
+    page.until(f"{BUTTONS} === 'Promote prediction,Promote none'")
+    assert page.do(DEFAULT) == "mtp (default),prediction"
+    page.click("#promotion [data-drafter=prediction]")
+    page.until(f"{BUTTONS} === 'Promote mtp,Promote none,Roll back to mtp'")
+    assert page.do(DEFAULT) == "prediction (default),mtp"
+    server.chat()
+    assert server.rows()[-1].drafter == "prediction"
+    assert page.do("document.documentElement.scrollWidth") <= 390
+    page.click("#promotion [data-action=rollback]")
+    page.until(f"{BUTTONS} === 'Promote prediction,Promote none'")
+    assert page.do("document.querySelector('#admin-key').hidden")
+
+
+def test_the_operators_key_is_asked_for_and_what_is_refused_is_said(serve, look):
+    server = serve(backend=FakeBackend(drafters=("mtp", HOSTILE)), admin_key="root=the-operators")
+    page = look(server)
+    page.until(f"{BUTTONS}.includes('Promote none')")
+    page.click("#promotion [data-drafter=none]")
+    for key, after in (
+        ("wrong", "document.querySelector('#promotion-error').textContent.includes('API key is needed')"),
+        ("the-operators", f"{BUTTONS}.includes('Roll back to mtp')"),
+    ):
+        page.until("!document.querySelector('#admin-key').hidden")
+        page.write("#admin-key-value", key)
+        page.click("#admin-key button")
+        page.until(after)
+    assert page.do("document.querySelector('#admin-key').hidden && document.querySelector('#promotion-error').hidden")
+    assert server.backend.info().drafter == "none"
+    page.do("document.querySelectorAll('#promotion button')[1].click(); 0")
+    page.until(f"{DEFAULT}.includes('(default)')")
+    assert server.backend.info().drafter == HOSTILE
+    page.do(
+        "fetch = (path, how) => Promise.resolve(new Response(JSON.stringify({error: {message: '<b>no</b>'}}), "
+        "{status: 400})); document.querySelector('#promotion [data-action=rollback]').click(); 0"
+    )
+    page.until("document.querySelector('#promotion-error').textContent === '<b>no</b>'")
+    assert page.do("localStorage.length + document.cookie.length") == 0
+    page.complaints.clear()  # the browser's own, of the keys
 
 
 # -- how it looks ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ def refused(response) -> str:
 
 def test_it_tells_what_runs_and_how_the_service_is(serve_process):
     server = serve_process()
-    assert server.http.get(ENGINE).json() == {"state": "ready", "running": [], "waiting": [], "draft_tokens": SLOTS}
+    told = server.http.get(ENGINE).json()
+    assert told.keys() == {"state", "running", "waiting", "draft_tokens", "drafters", "default_drafters"}
+    assert (told["state"], told["running"], told["waiting"], told["draft_tokens"]) == ("ready", [], [], SLOTS)
     content = '{"repeat": 3000, "pause": 0.02}'  # a minute, which it is not given
     with server.http.stream(
         "POST", CHAT, json={"messages": [{"role": "user", "content": content}], "stream": True}

@@ -18,6 +18,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [72, 105]},
     "/apply-template": {"messages": [{"role": "user", "content": "Hi"}]},
 }
+OPERATING: dict[str, dict[str, Any]] = {
+    "/v1/engine/drafters/promote": {"drafter": "none"},
+    "/v1/engine/drafters/rollback": {},
+}
 GENERATING = (CHAT, "/v1/completions", "/v1/responses")
 
 
@@ -56,7 +60,7 @@ def test_it_tells_of_every_endpoint_and_of_no_other(document: dict[str, Any]) ->
     found = {(path, *methods) for path, methods in document["paths"].items()}
     models = ["/tokenizer_info", "/v1/models", "/v1/models/{name}"]
     operators = ["/", "/health", "/ready", "/version", "/metrics", "/v1/engine"]
-    assert found == {(path, "post") for path in BODIES} | {(path, "get") for path in [*models, *operators]}
+    assert found == {(path, "post") for path in BODIES | OPERATING} | {(path, "get") for path in [*models, *operators]}
     assert {
         one["operationId"] for methods in document["paths"].values() for one in methods.values()
     } <= OPERATIONS.keys()
@@ -105,6 +109,21 @@ def test_refusals_have_statuses_that_it_names(server: AppServer, document: dict[
     }
 
 
+def test_what_an_operator_sends_is_told_of_too(server: AppServer, document: dict[str, Any]) -> None:
+    for path, body in OPERATING.items():
+        assert set(body_schema(document, path).get("required", ())) == body.keys()
+        seen = {
+            server.http.post(path, json=body).status_code,
+            server.http.post(path, json=body, headers={"Host": "evil.example"}).status_code,
+            server.http.post(path, content=b"{", headers={"Content-Type": "application/json"}).status_code,
+            server.http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code,
+        }
+        assert seen == {200, 403, 400, 415}
+        responses = document["paths"][path]["post"]["responses"]
+        assert {str(status) for status in seen} < responses.keys()
+        assert list(references(responses["200"])) == ["#/components/schemas/Drafters"]
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_streams_are_told_of_where_there_are_any(document: dict[str, Any], path: str) -> None:
     answers = document["paths"][path]["post"]["responses"]["200"]["content"]
@@ -133,7 +152,7 @@ def test_before_an_upstream_it_tells_of_what_is_passed_on() -> None:
     with running_app(capture="off", upstream="http://127.0.0.1:9") as server:
         told = server.http.get("/openapi.json").json()
     assert {path for path in told["paths"] if path.startswith("/v1")} == {
-        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/v1/engine",
+        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/v1/engine", *OPERATING,
     }  # fmt: skip
     assert "default" in told["paths"][CHAT]["post"]["responses"]
     assert body_schema(told, CHAT).get("additionalProperties") is not False

@@ -91,8 +91,6 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("name", VALUES)
 def test_every_setting_has_its_flag_and_its_variable(parse, monkeypatch, name):
     default = getattr(parse(), name)
-    if name == "further_drafters":
-        monkeypatch.setenv(variable("allow_drafter_choice"), "true")
     for pair in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if pair[0] == name:
             monkeypatch.setenv(variable(pair[1]), "other.pem")
@@ -147,11 +145,10 @@ def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
         (["--drafter", "hot_vocab"], "hot_vocab:FILE"),
         (["--drafter", "hot_vocab:"], "hot_vocab:FILE"),
         (["--drafter", "mtp:file"], "--drafter"),
-        (["--further-drafters", "none"], "--allow-drafter-choice"),
-        (["--further-drafters", "none,student", "--allow-drafter-choice"], "--further-drafters"),
-        (["--further-drafters", "none,", "--allow-drafter-choice"], "--further-drafters"),
-        (["--further-drafters", "none,mtp", "--allow-drafter-choice"], "mtp is given twice"),
-        (["--drafter", "hot_vocab:a", "--further-drafters", "hot_vocab:b", "--allow-drafter-choice"], "given twice"),
+        (["--further-drafters", "none,student"], "--further-drafters"),
+        (["--further-drafters", "none,"], "--further-drafters"),
+        (["--further-drafters", "none,mtp"], "mtp is given twice"),
+        (["--drafter", "hot_vocab:a", "--further-drafters", "hot_vocab:b"], "given twice"),
         (["--kv-memory", "0"], "--kv-memory"),
         (["--kv-memory", "nan"], "--kv-memory"),
         (["--prefix-cache", "maybe"], "--prefix-cache"),
@@ -222,8 +219,9 @@ def test_draft_tokens_are_a_number_or_auto(parse, given):
 
 
 def test_further_drafters_are_split_at_commas(parse):
-    settings = parse("--allow-drafter-choice", "--further-drafters", "hot_vocab:a b.safetensors , none")
+    settings = parse("--further-drafters", "hot_vocab:a b.safetensors , none")
     assert settings.further_drafters == ("hot_vocab:a b.safetensors", "none")
+    assert not settings.allow_drafter_choice  # they can be promoted without
 
 
 def test_a_mistake_in_a_key_does_not_tell_the_key(monkeypatch, capsys):
