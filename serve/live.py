@@ -229,7 +229,6 @@ class Live:
                 {
                     "name": name,
                     "fingerprint": prints.get(name),
-                    "default": defaults[-1:] == [name],
                     "counted": slots.counted,
                     "total": slots.as_json(),
                     "recent": recent[name].as_json(),
@@ -238,6 +237,7 @@ class Live:
             ],
             # What an operator can make the default, and what a roll back would; None where nothing drafts here.
             "promotion": {
+                "default": defaults[-1],
                 "others": [name for name in (*prints, "none") if name != defaults[-1]],
                 "previous": defaults[-2] if len(defaults) > 1 else None,
             }

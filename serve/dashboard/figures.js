@@ -44,10 +44,13 @@ export function show(told) {
     { name: "late", cells: ["late", count(capture.late)] },
     { name: "lost", cells: ["lost", count(capture.lost)] },
   ]);
-  rows(byId("drafters"), drafters.map(({ name, fingerprint, default: isDefault, total, recent }) => ({
+  const byDefault = told.promotion?.default;
+  const drafterRows = drafters.map(({ name, fingerprint, total, recent }) => ({
     name,
-    cells: [isDefault ? `${name} (default)` : name, ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
-  })));
+    cells: [name === byDefault ? `${name} (default)` : name, ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
+  }));
+  if (byDefault === "none") drafterRows.unshift({ name: "none", cells: ["none (default)", "–", "–", "–", ""] }); // it has no figures
+  rows(byId("drafters"), drafterRows);
 
   const drafting = drafters.filter(({ total }) => total.drafts);
   shown(byId("slots-none"), !drafting.length);

@@ -404,6 +404,7 @@ def test_the_operators_key_is_asked_for_and_what_is_refused_is_said(serve, look)
         page.until(after)
     assert page.do("document.querySelector('#admin-key').hidden && document.querySelector('#promotion-error').hidden")
     assert server.backend.info().drafter == "none"
+    assert page.do(DEFAULT) == f"none (default),mtp,{HOSTILE}"
     page.do("document.querySelectorAll('#promotion button')[1].click(); 0")
     page.until(f"{DEFAULT}.includes('(default)')")
     assert server.backend.info().drafter == HOSTILE
