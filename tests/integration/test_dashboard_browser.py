@@ -406,7 +406,8 @@ def test_the_operators_key_is_asked_for_and_what_is_refused_is_said(serve, look)
     assert server.backend.info().drafter == "none"
     assert page.do(DEFAULT) == f"none (default),mtp,{HOSTILE}"
     page.do("document.querySelectorAll('#promotion button')[1].click(); 0")
-    page.until(f"{DEFAULT}.includes('(default)')")
+    page.until(f"{BUTTONS}.includes('Roll back to none')")
+    page.until("!document.querySelector('#promotion [data-action=rollback]').disabled")  # the last answer has come
     assert server.backend.info().drafter == HOSTILE
     page.do(
         "fetch = (path, how) => Promise.resolve(new Response(JSON.stringify({error: {message: '<b>no</b>'}}), "
