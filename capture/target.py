@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
+from capture.changing import writing
 from capture.opening import Identity, Synchronous, identity, open_for_writing
 from capture.records import CaptureError, RecordError
 from capture.store import wal_path
@@ -174,8 +175,7 @@ def passes(error: Exception) -> bool:
 def _insert(db: Database, rows: Sequence[Row], again: bool) -> dict[int, RecordError]:
     refused: dict[int, RecordError] = {}
     table = db["generations"]
-    db.execute("BEGIN IMMEDIATE")
-    try:
+    with writing(db):
         for i, row in enumerate(rows):
             try:
                 table.insert(dict(row))
@@ -184,10 +184,6 @@ def _insert(db: Database, rows: Sequence[Row], again: bool) -> dict[int, RecordE
                     raise
                 if not (again and _stands(db, row)):
                     refused[i] = RecordError(f"generation {row['id']}: {error}")
-        db.execute("COMMIT")
-    except BaseException:
-        db.rollback()
-        raise
     return refused
 
 
