@@ -6,10 +6,19 @@ Knows generations; knows neither HTTP nor shapes.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
-from backend.interface import ChatEvent
+from backend.interface import ChatEvent, SamplingRequest
 from serve.generation import Generation
+
+
+def seeded(sampling: SamplingRequest, choices: int) -> SamplingRequest:
+    """With a seed where several choices have none: they share it, and each draws its own noise from it."""
+    if choices > 1 and sampling.seed is None:
+        return replace(sampling, seed=secrets.randbits(63))
+    return sampling
 
 
 class Choices:

@@ -5,7 +5,6 @@ Knows no sampling default and no text rule; what the client did not ask for is l
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -13,7 +12,7 @@ from fastapi.responses import Response
 
 from backend.interface import ChatRequest, InvalidRequest
 from serve.chat_answer import ChatAnswer
-from serve.choices import Choices
+from serve.choices import Choices, seeded
 from serve.intake import receive
 from serve.record import Origin
 from serve.schemas.chat import ChatCompletionRequest
@@ -55,13 +54,10 @@ def _choice(asked: ChatRequest, index: int, origin: Origin) -> ChatRequest:
 
 
 def _chat_request(call: ChatCompletionRequest, request_id: str) -> ChatRequest:
-    sampling = call.sampling()
-    if (call.n or 1) > 1 and sampling.seed is None:
-        sampling = replace(sampling, seed=secrets.randbits(63))  # one for all choices: each draws its own noise from it
     return ChatRequest(
         id=request_id,
         messages=[message.plain() for message in call.messages],
-        sampling=sampling,
+        sampling=seeded(call.sampling(), call.n or 1),
         template_kwargs=call.template_kwargs,
         **offered(call.tools, call.tool_choice),
         parallel_tool_calls=call.parallel_tool_calls is not False,

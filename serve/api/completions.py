@@ -5,7 +5,6 @@ Knows no tokenizer and no sampling default; what a prompt's text means is the ba
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from backend.interface import ChatRequest, InvalidRequest
-from serve.choices import Choices
+from serve.choices import Choices, seeded
 from serve.completion_answer import CompletionAnswer, ReadPrompt
 from serve.intake import receive
 from serve.record import Origin
@@ -50,9 +49,7 @@ async def create_completion(request: Request) -> Response:
 
 def _requests(call: CompletionRequest, origin: Origin) -> list[tuple[ChatRequest, Origin]]:
     """One generation for every choice of every prompt; each is a row of its own, which keeps its own prompt alone."""
-    sampling = replace(call.sampling(), prompt_logprobs=call.prompt_alternatives)
-    if call.choices > 1 and sampling.seed is None:
-        sampling = replace(sampling, seed=secrets.randbits(63))  # one for all choices: each draws its own noise from it
+    sampling = seeded(replace(call.sampling(), prompt_logprobs=call.prompt_alternatives), call.choices)
     asked: list[tuple[ChatRequest, Origin]] = []
     for prompt in call.prompt:
         for choice in range(call.choices):
