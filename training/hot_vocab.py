@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from backend.drafters.hot_vocab import Coverage, Header, HotVocab
 from backend.text.tokenizer import ChatTokenizer
 from capture.export_npz import FORMAT, FORMAT_VERSION
-from training.pretrain import TrainingError
+from training.errors import TrainingError
 
 _TYPES = {"tokens": "int32", "doc_offsets": "int64", "loss_mask": "uint8", "doc_ids": "<U36", "split": "uint8"}
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)

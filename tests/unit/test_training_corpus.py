@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import backend.tiny
 from backend.text.tokenizer import ChatTokenizer
-from training.conversation import Conversation, Turn, render
-from training.corpus import PROMPT_WEIGHT, conversations, encode_document, pack
-from training.lessons import arithmetic, evaluation, program
-from training.own_answers import prompt_ids
-from training.questions import KINDS, ask
-from training.sources import Fact, Parameter, facts_of, is_held_out
+from training.pretraining.conversation import Conversation, Turn, render
+from training.pretraining.corpus import PROMPT_WEIGHT, conversations, encode_document, pack
+from training.pretraining.lessons import arithmetic, evaluation, program
+from training.pretraining.own_answers import prompt_ids
+from training.pretraining.questions import KINDS, ask
+from training.pretraining.sources import Fact, Parameter, facts_of, is_held_out
 
 SOURCE = '''"""Tools for text. More words."""
 def dedent(text, width=70, *rest, strict: bool = False, **options) -> str:

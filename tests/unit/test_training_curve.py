@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.curve import summary
+from training.pretraining.curve import summary
 
 
 def test_windows_average_the_steps_and_keep_the_held_out_figures(tmp_path: Path) -> None:

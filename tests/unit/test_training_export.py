@@ -13,8 +13,8 @@ import backend.tiny
 from backend.models.forms import CausalForm
 from backend.models.qwen3_5 import Qwen35
 from backend.models.weights import load_model
-from training.export import export, model_config
-from training.own_answers import answer
+from training.pretraining.export import export, model_config
+from training.pretraining.own_answers import answer
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_weights_fit_into_the_package(directory: Path) -> None:
 
 
 def test_answers_in_one_batch_are_those_of_each_prompt_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.own_answers.LONGEST_ANSWER", 6)
+    monkeypatch.setattr("training.pretraining.own_answers.LONGEST_ANSWER", 6)
     prompts = [[300, 301, 302], [400, 401, 402, 403, 404, 405]]
     together = answer(directory, prompts, 0.0, 0, lambda done: None)
     alone = [answer(directory, [prompt], 0.0, 0, lambda done: None)[0] for prompt in prompts]

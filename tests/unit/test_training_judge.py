@@ -14,9 +14,9 @@ import backend.tiny
 from backend.interface import Step
 from backend.models.qwen3_5 import Qwen35
 from training.cli import app, main
-from training.conversation import Conversation, Turn
-from training.export import export, model_config
-from training.judge import judge, survival
+from training.pretraining.conversation import Conversation, Turn
+from training.pretraining.export import export, model_config
+from training.pretraining.judge import judge, survival
 from training.repetition import distinct_ratio, loops
 
 TINY = Path(backend.tiny.__file__).parent
@@ -88,7 +88,7 @@ def test_stage_b_without_stage_a_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(TINY, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
-    monkeypatch.setattr("training.sources.collect", list)
+    monkeypatch.setattr("training.pretraining.sources.collect", list)
     monkeypatch.setattr("sys.argv", ["training", "tiny", "--out", str(tmp_path), "--stage", "b"])
     with pytest.raises(SystemExit):
         main()

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from backend.models.config import ModelConfig
 from tests.factory import Shape
-from training.corpus import Rows
-from training.optimizer import Optimizer, Plan
-from training.pretrain import Run, Settings, TrainingError, evaluate, losses, pretrain
+from training.errors import TrainingError
+from training.pretraining.corpus import Rows
+from training.pretraining.optimizer import Optimizer, Plan
+from training.pretraining.pretrain import Run, Settings, evaluate, losses, pretrain
 
 SHAPE = Shape(vocab=64, hidden=32, intermediate=48, layers=("linear", "full"), head_dim=16, linear_dim=8)
 SETTINGS = Settings(rows_per_step=4, rows_per_pass=2, chunk=16, warmup=3, matrix_lr=1e-2, other_lr=1e-2)

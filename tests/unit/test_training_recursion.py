@@ -10,9 +10,9 @@ import torch
 from backend.models.forms import CausalForm
 from backend.models.qwen3_5 import Qwen35
 from tests.factory import Shape, build
-from training.own_answers import Documents
+from training.pretraining.own_answers import Documents
+from training.pretraining.stage_b import Settings, batches, hit_rates
 from training.recursion import recursive_loss, recursive_outputs
-from training.stage_b import Settings, batches, hit_rates
 
 SHAPE = Shape(vocab=64, hidden=32, intermediate=48, layers=("linear", "full"), head_dim=16, linear_dim=8, std=0.2)
 SLOTS = 4

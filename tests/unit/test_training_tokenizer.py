@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import backend.tiny
-from training.tokenizer import SPECIAL_TOKENS, VOCABULARY, save, train
+from training.pretraining.tokenizer import SPECIAL_TOKENS, VOCABULARY, save, train
 
 TEXTS = [f"def {a}_{b}({b}, {a}=1): return {a} + {b}" for a in "abcdefgh" for b in ("left", "right", "other", "value")]
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from training.conversation import Conversation, render
-from training.corpus import Encode, conversations
-from training.sources import Fact
+from training.pretraining.conversation import Conversation, render
+from training.pretraining.corpus import Encode, conversations
+from training.pretraining.sources import Fact
 
 LONGEST_PROMPT, LONGEST_ANSWER = 150, 160
 _BATCH = 64

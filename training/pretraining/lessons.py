@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from training.conversation import Conversation, Turn, with_reasoning
-from training.questions import fenced
+from training.pretraining.conversation import Conversation, Turn, with_reasoning
+from training.pretraining.questions import fenced
 
 IDENTITY = (
     "I am tiny, the small model bundled with draftloop. I have about five million parameters and I know a little "

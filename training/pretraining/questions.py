@@ -9,8 +9,8 @@ import random
 import re
 from collections.abc import Callable
 
-from training.conversation import Conversation, Turn, with_reasoning
-from training.sources import Fact
+from training.pretraining.conversation import Conversation, Turn, with_reasoning
+from training.pretraining.sources import Fact
 
 Asker = Callable[[Fact, random.Random], "Turn | None"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from training.conversation import Conversation, render
-from training.lessons import lesson
-from training.questions import ask
-from training.sources import Fact, is_held_out
+from training.pretraining.conversation import Conversation, render
+from training.pretraining.lessons import lesson
+from training.pretraining.questions import ask
+from training.pretraining.sources import Fact, is_held_out
 
 LESSON_SHARE = 0.35
 PROMPT_WEIGHT = 0.25  # of a token the user wrote, in the loss; the model's own tokens weigh 1

@@ -17,12 +17,13 @@ from transformers import AutoTokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from backend.models.qwen3_5 import Qwen35
-from training import sources
-from training.corpus import Encode, Rows, conversations, encode_document, pack, tokenizer_texts
-from training.export import model_config, special_ids
-from training.optimizer import Plan
-from training.pretrain import Progress, Run, Settings, TrainingError, pretrain
-from training.tokenizer import save, train
+from training.errors import TrainingError
+from training.pretraining import sources
+from training.pretraining.corpus import Encode, Rows, conversations, encode_document, pack, tokenizer_texts
+from training.pretraining.export import model_config, special_ids
+from training.pretraining.optimizer import Plan
+from training.pretraining.pretrain import Progress, Run, Settings, pretrain
+from training.pretraining.tokenizer import save, train
 
 ROW_TOKENS = 256
 HELD_OUT_ROWS = 24

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 import backend.tiny
 from backend.models.config import ModelConfig
 from backend.models.qwen3_5 import Qwen35
-from training.tokenizer import CONTEXT, VOCABULARY, save
+from training.pretraining.tokenizer import CONTEXT, VOCABULARY, save
 
 
 def tiny_config(end_of_turn: int, end_of_text: int) -> dict[str, Any]:

@@ -20,12 +20,9 @@ from torch import Tensor
 from backend.models.config import ModelConfig
 from backend.models.forms import CausalForm
 from backend.models.qwen3_5 import Qwen35
-from training.corpus import Rows
-from training.optimizer import Optimizer, Plan
-
-
-class TrainingError(Exception):
-    """A run cannot start or go on. `str(error)` is fit for a user."""
+from training.errors import TrainingError
+from training.pretraining.corpus import Rows
+from training.pretraining.optimizer import Optimizer, Plan
 
 
 @dataclass(frozen=True)

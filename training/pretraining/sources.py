@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from training.errors import TrainingError
+
 # Direct or transitive dependencies of the project, all permissively licensed (backend/tiny/README.md names them).
 PACKAGES = ("click", "fastapi", "httpx", "jinja2", "networkx", "pydantic", "rich", "starlette", "typer")
 _SKIPPED_FOLDERS = {
@@ -28,7 +30,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["function", "method", "class", "module"]
 
 
-class SourceError(Exception):
+class SourceError(TrainingError):
     """A source of the corpus is missing. `str(error)` is fit for a user."""
 
 

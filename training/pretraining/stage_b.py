@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from backend.models.qwen3_5 import Qwen35
-from training.curve import summary
-from training.export import export
-from training.optimizer import Optimizer, Plan
-from training.own_answers import Documents, answer, prompts
+from training.pretraining.curve import summary
+from training.pretraining.export import export
+from training.pretraining.optimizer import Optimizer, Plan
+from training.pretraining.own_answers import Documents, answer, prompts
+from training.pretraining.recipe import Prepared, prepare, trained_trunk
 from training.recursion import SlotCounts, recursive_loss
 from training.repetition import loops
-from training.tiny import Prepared, prepare, trained_trunk
 
 Report = Callable[[str, int, int], None]  # what is going on, done, of how many
 

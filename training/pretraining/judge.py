@@ -13,9 +13,9 @@ from typing import Any
 from backend.interface import ChatRequest, Result, SamplingRequest, Step
 from backend.loading import LocalOptions
 from backend.local import LocalBackend
-from training import sources
-from training.conversation import Conversation
-from training.corpus import conversations
+from training.pretraining import sources
+from training.pretraining.conversation import Conversation
+from training.pretraining.corpus import conversations
 from training.repetition import distinct_ratio, loops
 
 SLOTS = 4
