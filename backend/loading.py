@@ -9,24 +9,24 @@ from typing import Literal
 
 import torch
 
-from backend.drafters.hot_vocab import HotVocab, head_rows, spread
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.hot_vocab import HotVocab, hot_vocab_drafter
+from backend.drafters.mtp import mtp_drafter
 from backend.drafters.prediction import PredictionDrafter
 from backend.drafters.protocol import Drafter
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.build import build_string, describe_build
 from backend.engine.cache import PAGE, DeltaNetSlots, pages_for
 from backend.engine.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from backend.engine.loop import Loop
 from backend.engine.memory import Memory, page_bytes
 from backend.engine.prefix import PrefixCache
-from backend.engine.probe import ProbeReport, probe
+from backend.engine.probe import ProbeReport, probe, settle
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import Speculation
 from backend.interface import BackendError, Fingerprints
 from backend.models.config import ModelConfig
 from backend.models.hub import resolve_model
-from backend.models.layers import Linear
 from backend.models.qwen3_5 import Qwen35
 from backend.models.weights import load_model
 from backend.ops.delta_replay import MAX_ROWS
@@ -112,6 +112,9 @@ def load(options: LocalOptions) -> Loaded:
         report = probe(runner)
         memory, snapshots = _memory(runner, options, blocks=int(with_mtp))
         for drafter in drafters:
+            if isinstance(drafter, RecursiveDrafter):
+                for module in drafter.draft_block.own:
+                    settle(module, report.tiles)
             drafter.attach(memory)
     default = drafters[0] if drafters and options.drafter != "none" else None
     build = describe_build(runner, report)
@@ -149,19 +152,11 @@ def _lengths(options: LocalOptions) -> DraftLength:
 def _drafter(name: str, model: Qwen35, block: str, tokenizer: ChatTokenizer) -> Drafter:
     kind, _, file = name.partition(":")
     if kind == "mtp":
-        return MTPDrafter(model, block)
+        return mtp_drafter(model, block)
     if kind == "prediction":
         return PredictionDrafter()
-    vocab = model.config.vocab_size
-    hot = HotVocab.load(Path(file), tokenizer.fingerprint, vocab)
-    rows = Linear(model.config.hidden_size, len(hot.d2t))
-    rows.weight = torch.nn.Parameter(head_rows(model.lm_head.weight, hot), requires_grad=False)
-    ids = hot.d2t.to(rows.weight.device)
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        return spread(rows(hidden).float(), ids, vocab)
-
-    return MTPDrafter(model, block, head, "hot_vocab", f"{block}+{hot.fingerprint}")
+    hot = HotVocab.load(Path(file), tokenizer.fingerprint, model.config.vocab_size)
+    return hot_vocab_drafter(model, block, hot)
 
 
 def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory, int]:

@@ -20,8 +20,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from backend.drafters.diagnostic import PreNormDrafter, Rehearsal
-from backend.drafters.mtp import MTPDrafter
 from backend.drafters.protocol import Drafter
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.draft_length import FixedDraftLength
 from backend.engine.loop import Loop
 from backend.engine.sampling import Sampler, SamplingParams
@@ -156,7 +156,7 @@ def _load(options: LocalOptions, console: Console) -> Loaded:
 def measure(loaded: Loaded, console: Console, tokens: int = TOKENS) -> Findings:
     """Decode the prompts by K = 0, by K = SLOTS under every drafter, and all together. Raises GenerationFailed."""
     memory = loaded.loop.speculation.memory
-    mtp = loaded.default if isinstance(loaded.default, MTPDrafter) else None
+    mtp = loaded.default if isinstance(loaded.default, RecursiveDrafter) else None
     prompts = [
         loaded.tokenizer.encode_chat([{"role": "user", "content": content}], {"enable_thinking": False}).ids
         for content in PROMPTS

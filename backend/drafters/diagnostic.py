@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from backend.drafters.mtp import MTPDrafter, MTPState
 from backend.drafters.protocol import Choose, Proposal
+from backend.drafters.recursive import RecursiveDrafter, RecursiveState
 from backend.engine.memory import Memory
 
 
@@ -20,7 +20,7 @@ class PreNormDrafter:
 
     name = "mtp pre-norm"
 
-    def __init__(self, drafter: MTPDrafter, memory: Memory) -> None:
+    def __init__(self, drafter: RecursiveDrafter, memory: Memory) -> None:
         """`drafter` is attached to `memory`."""
         self._drafter, self._memory = drafter, memory
         self._rows: Tensor  # [1, R, H] of the trunk's last forward
@@ -33,22 +33,22 @@ class PreNormDrafter:
     def attach(self, memory: Memory) -> None:
         raise RuntimeError("its drafter is attached already")
 
-    def new_state(self, prompt: Sequence[int], pages: list[int]) -> MTPState:
+    def new_state(self, prompt: Sequence[int], pages: list[int]) -> RecursiveState:
         return self._drafter.new_state(prompt, pages)
 
-    def resume(self, state: MTPState, boundary: int, known: bool) -> None:
+    def resume(self, state: RecursiveState, boundary: int, known: bool) -> None:
         raise RuntimeError("the prefix cache keeps no pre-norm rows")
 
-    def prefill(self, state: MTPState, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
+    def prefill(self, state: RecursiveState, tokens: Tensor, hidden: Tensor, start: int, valid: int) -> None:
         # The next chunk's first row reads this one's last from there.
         self._memory.hidden[self._memory.places(state.pages, start, valid)] = self._rows[0, :valid]
         self._drafter.prefill(state, tokens, self._rows, start, valid)
         self._rows = self._rows[:, valid - 1 : valid]  # the row that the first generated token follows
 
-    def observe(self, state: MTPState, tokens: Sequence[int], hidden: Tensor) -> None:
+    def observe(self, state: RecursiveState, tokens: Sequence[int], hidden: Tensor) -> None:
         self._drafter.observe(state, tokens, self._rows[0, : len(tokens)])
 
-    def propose(self, states: Sequence[MTPState], counts: Sequence[int], choose: Choose) -> Proposal:
+    def propose(self, states: Sequence[RecursiveState], counts: Sequence[int], choose: Choose) -> Proposal:
         return self._drafter.propose(states, counts, choose)
 
 

@@ -18,7 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from backend.drafters.recursive import RecursiveDrafter
 from backend.interface import BackendError
+from backend.models.draft_block import NativeBlock
+from backend.models.qwen3_5 import Qwen35
 
 FORMAT_VERSION: Literal[1] = 1
 # One entry, because safetensors writes several in an order that changes from run to run.
@@ -123,19 +126,10 @@ class HotVocab:
             raise BackendError(f"cannot write the hot vocabulary {path}: {error.strerror or error}") from error
 
 
-def head_rows(weight: Tensor, hot: HotVocab) -> Tensor:
-    """The head's rows of the listed ids: weight [V, H] → [S, H], a copy on the same device."""
-    return weight.index_select(0, hot.d2t.to(weight.device))
-
-
-def spread(logits: Tensor, d2t: Tensor, vocab_size: int) -> Tensor:
-    """Logits of the listed ids at their places in the full vocabulary, -inf elsewhere: [B, S], int [S] → [B, V].
-
-    So one sampler, with noise by full-vocabulary id, serves target and drafter. Give int64 `d2t` on the logits'
-    device where it is called every step.
-    """
-    full = logits.new_full((logits.shape[0], vocab_size), -torch.inf)
-    return full.index_copy_(1, d2t.to(logits.device, torch.int64), logits)
+def hot_vocab_drafter(model: Qwen35, fingerprint: str, hot: HotVocab) -> RecursiveDrafter:
+    """The checkpoint's MTP block, of that fingerprint, with the listed rows of the trunk's head."""
+    block = NativeBlock(model, hot.d2t)
+    return RecursiveDrafter(model, block, "hot_vocab", f"{fingerprint}+{hot.fingerprint}", fingerprint)
 
 
 def _header(path: Path, metadata: dict[str, str]) -> Header:

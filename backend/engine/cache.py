@@ -24,10 +24,17 @@ class KeyValuePages:
     """Keys and values of some attention layers, [layers, Hkv, pages · PAGE, D]; finite everywhere."""
 
     def __init__(
-        self, layers: Iterable[int], config: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype
+        self,
+        layers: Iterable[int],
+        heads: int,
+        head_dim: int,
+        pages: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        """`heads`: of keys and values, each of `head_dim`."""
         self.index = {layer: at for at, layer in enumerate(layers)}
-        shape = (len(self.index), config.num_key_value_heads, pages * PAGE, config.head_dim)
+        shape = (len(self.index), heads, pages * PAGE, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
 

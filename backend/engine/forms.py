@@ -42,7 +42,7 @@ class PagedRows:
 
     def __init__(
         self,
-        config: ModelConfig,
+        groups: int,
         tables: Sequence[Sequence[int]],
         starts: Sequence[int],
         counts: Sequence[int],
@@ -51,6 +51,7 @@ class PagedRows:
         dtype: torch.dtype,
         first_key: int = 0,
     ) -> None:
+        """`groups`: query heads to one of keys and values."""
         positions = [range(start, start + rows) for start in starts]
         places = [
             (pages[at // PAGE] if at // PAGE < len(pages) else 0) * PAGE + at % PAGE
@@ -60,7 +61,6 @@ class PagedRows:
         self.positions = torch.tensor([list(row) for row in positions], device=device)  # [B, R]
         self.places = torch.tensor(places, device=device)
         needed = [pages_for(start + count) for start, count in zip(starts, counts, strict=True)]
-        groups = config.num_attention_heads // config.num_key_value_heads
         self.reaches: list[_Reach] = []
         for length in sorted(set(needed)):
             members = [i for i, n in enumerate(needed) if n == length]
@@ -122,7 +122,7 @@ class PrefillForm:
         valid: int,
     ) -> None:
         device, dtype = cache.k.device, cache.k.dtype
-        self._rows = PagedRows(config, [pages], [start], [valid], GRID, device, dtype)
+        self._rows = PagedRows(config.query_groups, [pages], [start], [valid], GRID, device, dtype)
         # Rows past the prompt's end keep nothing: the page may be somebody else's from there on.
         self._rows.places[valid:] = 0
         self.positions = self._rows.positions
@@ -164,7 +164,7 @@ class VerifyForm:
         rows: int,
     ) -> None:
         device, dtype = cache.k.device, cache.k.dtype
-        self._rows = PagedRows(config, tables, starts, counts, rows, device, dtype)
+        self._rows = PagedRows(config.query_groups, tables, starts, counts, rows, device, dtype)
         self.positions = self._rows.positions
         self._cache, self._slots, self._batch = cache, slots, len(tables)
         first = [start - prompt for start, prompt in zip(starts, prompts, strict=True)]

@@ -19,10 +19,10 @@ class Memory:
     """
 
     def __init__(self, config: ModelConfig, pages: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._config, self._pages, self._device, self._dtype = config, pages + 1, device, dtype
+        self._pages, self._device, self._dtype = pages + 1, device, dtype
         self.table = PageTable(pages + 1)
         attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-        self.cache = self._pool(attention)
+        self.cache = self._pool(attention, config.num_key_value_heads, config.head_dim)
         self.slots = DeltaNetSlots(config, slots, device, dtype)
         self.hidden = torch.zeros(self._pages * PAGE, config.hidden_size, device=device, dtype=dtype)
         self._blocks: dict[str, KeyValuePages] = {}
@@ -31,10 +31,10 @@ class Memory:
         """Every page is free again. What stood in one is cleared when it is taken."""
         self.table = PageTable(self._pages)
 
-    def block(self, fingerprint: str) -> KeyValuePages:
+    def block(self, fingerprint: str, heads: int, head_dim: int) -> KeyValuePages:
         """Keys and values of a drafter's block (one attention layer, 0), shared by all that have that block."""
         if fingerprint not in self._blocks:
-            self._blocks[fingerprint] = self._pool([0])
+            self._blocks[fingerprint] = self._pool([0], heads, head_dim)
         return self._blocks[fingerprint]
 
     def take(self, pages: list[int]) -> None:
@@ -56,8 +56,8 @@ class Memory:
         held = torch.tensor(pages, device=self._device)
         return held[positions // PAGE] * PAGE + positions % PAGE
 
-    def _pool(self, layers: list[int]) -> KeyValuePages:
-        return KeyValuePages(layers, self._config, self._pages, self._device, self._dtype)
+    def _pool(self, layers: list[int], heads: int, head_dim: int) -> KeyValuePages:
+        return KeyValuePages(layers, heads, head_dim, self._pages, self._device, self._dtype)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backend.engine.forms import GRID
 from backend.engine.runner import Runner
@@ -56,12 +56,20 @@ def probe(runner: Runner) -> ProbeReport:
     Runs on the calling thread's thread count, which must be the one that serves.
     """
     tiles: dict[str, RowTile] = {}
-    for product in products(runner.model):
+    settle(runner.model, tiles)
+    return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, _SINGLE, _GROUPED))
+
+
+def settle(module: nn.Module, tiles: dict[str, RowTile]) -> None:
+    """Set the `tile` of every product of a module that is ready to decode: from `tiles` by shape, which grows.
+
+    A drafter's rows need it as the trunk's do, for a draft not to depend on the company it is made in.
+    """
+    for product in products(module):
         shape = shape_of(product)
         if shape not in tiles:
             tiles[shape] = find_tile(product)
         product.tile = tiles[shape]
-    return ProbeReport(tiles, attention_rows_agree(runner), blocks_agree(runner, _PROMPT, _TOKENS, _SINGLE, _GROUPED))
 
 
 def shape_of(product: Linear | Joined) -> str:
@@ -127,7 +135,6 @@ def attention_rows_agree(runner: Runner) -> bool:
         return torch.randn(*shape, generator=generator).to(runner.device, runner.dtype)
 
     half = KEY_BLOCK // 4
-    groups = config.num_attention_heads // config.num_key_value_heads
     k = random(1, config.num_key_value_heads, half, config.head_dim)
     v = random(1, config.num_key_value_heads, half, config.head_dim)
     empty = k.new_zeros(1, config.num_key_value_heads, 2 * KEY_BLOCK - 2 * half, config.head_dim)
@@ -136,7 +143,7 @@ def attention_rows_agree(runner: Runner) -> bool:
 
     def attend(first: int, count: int, length: int, batch: int = 1) -> Tensor:
         positions = torch.full((batch, count), 2 * half - 1, device=runner.device)
-        mask = visibility(positions, length, groups, runner.dtype)
+        mask = visibility(positions, length, config.query_groups, runner.dtype)
         rows, k, v = (x.expand(batch, -1, -1, -1) for x in (q[:, first : first + count], keys, values))
         return cached_attention(rows, k[:, :, :length], v[:, :, :length], mask)[-1:]
 

@@ -46,6 +46,11 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def query_groups(self) -> int:
+        """Query heads to one of keys and values."""
+        return self.num_attention_heads // self.num_key_value_heads
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """From the parsed config.json, text-only or multimodal. Raises BackendError naming what is wrong."""

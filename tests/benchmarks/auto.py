@@ -25,8 +25,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from backend.drafters.mtp import MTPDrafter
 from backend.drafters.protocol import Choose, Drafter, Proposal
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
 from backend.engine.memory import Memory
 from backend.engine.sampling import SamplingParams
@@ -56,7 +56,7 @@ class Scripted:
 
     name, fingerprint = "scripted", "scripted"
 
-    def __init__(self, head: MTPDrafter, answers: dict[Prompt, Prompt], rate: float, vocab: int) -> None:
+    def __init__(self, head: RecursiveDrafter, answers: dict[Prompt, Prompt], rate: float, vocab: int) -> None:
         self._head, self._answers, self._rate, self._vocab = head, answers, rate, vocab
         self._random = random.Random(0)
         self.block = head.block
@@ -123,7 +123,7 @@ class Measured:
 def measure(loaded: Loaded, answers: dict[Prompt, Prompt], rate: float, rounds: int, learning: int) -> Measured:
     """Every way over every prompt, once a round, in changing order; `learning`: steps auto has had before."""
     head = loaded.default
-    assert isinstance(head, MTPDrafter)
+    assert isinstance(head, RecursiveDrafter)
     drafter = Scripted(head, answers, rate, loaded.vocab)
     ways: dict[str, DraftLength] = {f"K = {k}": FixedDraftLength(k) for k in FIXED if k <= MOST_DRAFTS}
     ways[AUTO] = AutoDraftLength(MOST_DRAFTS)

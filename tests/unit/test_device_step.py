@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
 from backend.engine.forms import VerifyForm
 from backend.engine.runner import Runner
 from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams
@@ -39,7 +39,7 @@ SHAPE = Shape(layers=("linear", "full"))
 )
 def test_nothing_is_read_back_before_the_step_is_done(params: SamplingParams, drafts: int) -> None:
     runner = Runner(factory.build(SHAPE).to("meta"))
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     loop = make_loop(runner, drafts, [drafter], sequences=3)
     with torch.inference_mode():
         for length in (5, 40, 70):  # each joins before the next is let in

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import backend.tiny
-from backend.drafters.hot_vocab import Coverage, Header, HotVocab, head_rows, spread
+from backend.drafters.hot_vocab import Coverage, Header, HotVocab
 from backend.interface import BackendError
 from backend.text.tokenizer import ChatTokenizer
 from capture.export import held_out
@@ -502,26 +502,3 @@ def test_the_fingerprint_is_of_the_ids_alone(tmp_path: Path) -> None:
 
 
 # The cut
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.sets(st.integers(0, 39), min_size=1), st.integers(1, 4), st.integers(0, 2**16))
-def test_logits_of_the_cut_head_are_those_of_the_whole_one_where_listed(ids: set[int], batch: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    # Small integers: sums are exact, whatever the order.
-    weight = torch.randint(-9, 10, (40, 8), generator=generator).float()
-    hidden = torch.randint(-9, 10, (batch, 8), generator=generator).float()
-    hot = HotVocab(torch.tensor(sorted(ids), dtype=torch.int32), torch.ones(len(ids), dtype=torch.int64), HEADER)
-    rows = head_rows(weight, hot)
-    assert rows.shape == (len(ids), 8)
-    full = spread(hidden @ rows.T, hot.d2t, 40)
-    listed = torch.tensor([index in ids for index in range(40)])
-    torch.testing.assert_close(full, torch.where(listed, hidden @ weight.T, -torch.inf), rtol=0, atol=0)
-
-
-def test_the_cut_rows_share_no_memory_with_the_head() -> None:
-    weight = torch.zeros(4, 2, dtype=torch.bfloat16)
-    rows = head_rows(weight, HotVocab(torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), HEADER))
-    assert rows.dtype == torch.bfloat16
-    rows += 1
-    assert not weight.any()

@@ -23,7 +23,7 @@ import backend.models.layers as layers_module
 import backend.ops.attention as attention_module
 import backend.ops.delta_replay as replay_module
 import backend.ops.elementwise as elementwise_module
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
 from backend.engine.cache import DeltaNetSlots
 from backend.engine.memory import Memory
 from backend.engine.probe import probe
@@ -101,7 +101,7 @@ def check(
         assert differences(plain, guesses) == 0, f"scripted drafter, K = {length}"
         accepted |= {step.accepted for outcome in guesses for step in outcome.steps}
     for length in own_lengths:
-        own = decode(runner, MTPDrafter(runner.model, "x"), length, wanted)
+        own = decode(runner, mtp_drafter(runner.model, "x"), length, wanted)
         assert differences(plain, own) == 0, f"mtp, K = {length}"
     return accepted
 
@@ -110,7 +110,7 @@ def company(
     runner: Runner, shape: Shape, wanted: list[Request], plain: list[Outcome], together: int, draft_tokens: int
 ) -> list[Outcome]:
     """So many at a time, each with another drafter than the one before it: none, one that knows the answers, mtp."""
-    mtp = MTPDrafter(runner.model, "x") if shape.mtp else None
+    mtp = mtp_drafter(runner.model, "x") if shape.mtp else None
     drafters = [None, scripted(wanted, plain, shape), mtp]
     positions = max(len(request.prompt) + request.max_tokens for request in wanted)
     loop = make_loop(runner, draft_tokens, [mtp] if mtp else [], positions=positions, sequences=together)
@@ -204,7 +204,7 @@ def test_the_bundled_models_own_drafts_and_company_change_nothing(dtype: torch.d
     assert "stop" in {outcome.finish for outcome in plain}
     accepted: set[int] = set()
     for length, together in ((2, 1), (3, 4), (8, 12)):
-        own = decode(runner, MTPDrafter(runner.model, "x"), length, wanted, together=together)
+        own = decode(runner, mtp_drafter(runner.model, "x"), length, wanted, together=together)
         assert differences(plain, own) == 0, f"K = {length}, {together} at a time"
         accepted |= {step.accepted for outcome in own for step in outcome.steps}
     assert accepted >= {0, 1, 2, 3}

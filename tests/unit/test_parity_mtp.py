@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.drafters.mtp import MTPDrafter, MTPState
+from backend.drafters.mtp import mtp_drafter
 from backend.drafters.protocol import Proposal
+from backend.drafters.recursive import RecursiveDrafter, RecursiveState
 from backend.engine.forms import GRID, PagedRows
 from backend.engine.runner import Runner
 from backend.models.weights import load_model
@@ -51,7 +52,7 @@ def runner(directory: Path) -> Runner:
 class Walk:
     """Sequences driven by hand: their committed tokens, and the logits that the drafter saw per slot."""
 
-    def __init__(self, runner: Runner, drafter: MTPDrafter, prompts: list[list[int]]) -> None:
+    def __init__(self, runner: Runner, drafter: RecursiveDrafter, prompts: list[list[int]]) -> None:
         self.drafter, self.tokens = drafter, [list(prompt) for prompt in prompts]
         self.hands = ByHand(runner, prompts, drafter)
         self.seen: list[Tensor] = []  # [B, V] of each slot
@@ -87,7 +88,7 @@ class Walk:
 SCHEDULE = ((3, 3), (8, 0), (1, 1), (5, 2), (2, 0), (8, 8), (4, 1))  # (K, accepted)
 
 
-def worst(runner: Runner, drafter: MTPDrafter, oracle: Oracle, *prompt_lengths: int) -> float:
+def worst(runner: Runner, drafter: RecursiveDrafter, oracle: Oracle, *prompt_lengths: int) -> float:
     """The largest logit difference over a schedule of drafts, rejections and acceptances.
 
     Each sequence of several is one entry of the schedule ahead of the one before it.
@@ -113,18 +114,18 @@ def worst(runner: Runner, drafter: MTPDrafter, oracle: Oracle, *prompt_lengths: 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 63, 64, 65, 150])
 def test_draft_logits_equal_transformers_at_every_slot(runner: Runner, oracle: Oracle, prompt_length: int) -> None:
-    assert worst(runner, MTPDrafter(runner.model, "x"), oracle, prompt_length) < TOLERANCE
+    assert worst(runner, mtp_drafter(runner.model, "x"), oracle, prompt_length) < TOLERANCE
 
 
 def test_draft_logits_equal_transformers_for_sequences_drafted_together(runner: Runner, oracle: Oracle) -> None:
-    assert worst(runner, MTPDrafter(runner.model, "x"), oracle, 2, 65, 10, 505) < TOLERANCE
+    assert worst(runner, mtp_drafter(runner.model, "x"), oracle, 2, 65, 10, 505) < TOLERANCE
 
 
 def test_a_pre_norm_hidden_state_is_seen(runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     norm, model = runner.model.model.norm, runner.model
     kept: dict[str, Tensor] = {}
     norm.register_forward_pre_hook(lambda _module, args: kept.update(pre=args[0]))
-    drafter = MTPDrafter(model, "x")
+    drafter = mtp_drafter(model, "x")
     prefill, observe = drafter.prefill, drafter.observe
     first: list[Tensor] = []
 
@@ -151,22 +152,22 @@ def test_a_position_off_by_one_between_prompt_and_draft_is_seen(
             self.positions = self.positions + 1
 
     monkeypatch.setattr(PagedRows, "__init__", shifted)
-    assert worst(runner, MTPDrafter(runner.model, "x"), oracle, 20) > 10 * TOLERANCE
+    assert worst(runner, mtp_drafter(runner.model, "x"), oracle, 20) > 10 * TOLERANCE
 
 
 def test_swapped_halves_of_the_projection_are_seen(runner: Runner, oracle: Oracle) -> None:
     fc = runner.model.mtp.fc  # type: ignore[union-attr]
     embedding, hidden = fc.weight.data.chunk(2, dim=1)
     fc.weight.data = torch.cat((hidden, embedding), dim=1)
-    assert worst(runner, MTPDrafter(runner.model, "x"), oracle, 20) > 100 * TOLERANCE
+    assert worst(runner, mtp_drafter(runner.model, "x"), oracle, 20) > 100 * TOLERANCE
 
 
 def test_a_row_left_stale_after_verify_is_seen(runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of accepted drafts keep the provisional values the draft wrote: only the last committed row is rerun."""
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     observe = drafter.observe
 
-    def last_only(state: MTPState, tokens: list[int], hidden: Tensor) -> None:
+    def last_only(state: RecursiveState, tokens: list[int], hidden: Tensor) -> None:
         state.position += len(tokens) - 1
         observe(state, tokens[-1:], hidden[-1:])
 
@@ -177,7 +178,7 @@ def test_a_row_left_stale_after_verify_is_seen(runner: Runner, oracle: Oracle, m
 def test_a_chunk_that_forgets_the_hidden_state_before_it_is_seen(
     runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     monkeypatch.setattr(drafter, "_before", lambda state, start, count: torch.zeros(1, count, SHAPE.hidden))
     assert worst(runner, drafter, oracle, 65) > 10 * TOLERANCE
 
@@ -185,10 +186,10 @@ def test_a_chunk_that_forgets_the_hidden_state_before_it_is_seen(
 def test_a_sequence_drafted_on_anothers_pages_is_seen(
     runner: Runner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     propose = drafter.propose
 
-    def crossed(states: list[MTPState], *rest: Any) -> Proposal:
+    def crossed(states: list[RecursiveState], *rest: Any) -> Proposal:
         pages = [state.pages for state in states]
         for state, other in zip(states, [*pages[1:], pages[0]], strict=True):
             state.pages = other
@@ -200,11 +201,11 @@ def test_a_sequence_drafted_on_anothers_pages_is_seen(
 
 def test_rows_found_in_the_prefix_cache_are_rebuilt_as_they_were(runner: Runner) -> None:
     """From the prompt's hidden states alone, bit for bit."""
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     prompt = torch.randint(0, SHAPE.vocab, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         hands = ByHand(runner, [prompt], drafter)
-        cache = hands.memory.block("x")
+        cache = hands.memory.block("x", SHAPE.kv_heads, SHAPE.head_dim)
         places = hands.memory.places(hands.places[0].pages, 1, 127)
         before = cache.k[:, :, places].clone(), cache.v[:, :, places].clone()
         cache.k.zero_()
@@ -217,7 +218,7 @@ def test_rows_found_in_the_prefix_cache_are_rebuilt_as_they_were(runner: Runner)
 
 def test_rows_of_many_undrafted_steps_are_caught_up(runner: Runner, oracle: Oracle) -> None:
     """K = 0 for longer than the drafter keeps rows waiting, then drafting again: nothing is missing."""
-    drafter = MTPDrafter(runner.model, "x")
+    drafter = mtp_drafter(runner.model, "x")
     with torch.inference_mode():
         walk = Walk(runner, drafter, [[5, 6, 7]])
         walk.commit(11)

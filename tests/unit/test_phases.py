@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.constraints import constraint
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
 from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams
@@ -364,7 +364,7 @@ def test_phases_are_the_same_whoever_makes_room_and_whatever_is_drafted() -> Non
     prompts = [tuple((i + 7 * at + at * at // 5) % 64 for at in range(488 + i)) for i in range(3)]
 
     def outcomes(draft_tokens: int, pages: int, sequences: int) -> tuple[list[Outcome], int]:
-        drafter = MTPDrafter(runner.model, "block")
+        drafter = mtp_drafter(runner.model, "block")
         loop = make_loop(runner, draft_tokens, [drafter], pages=pages, sequences=sequences)
         jobs = [
             Job(loop, Request(prompt, SamplingParams(temperature=2.0, seed=i), 50), drafter)

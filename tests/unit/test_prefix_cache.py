@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import backend.engine.prefix as prefix_module
-from backend.drafters.mtp import MTPDrafter, MTPState
 from backend.drafters.protocol import Choose, Proposal
+from backend.drafters.recursive import RecursiveDrafter, RecursiveState
 from backend.engine.cache import COLUMN_RING, KeyValuePages, PromptState
 from backend.engine.forms import GRID
 from backend.engine.loop import Loop
@@ -26,6 +26,7 @@ from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.engine.sampling import SamplingParams
 from backend.engine.sequence import Sequence
+from backend.models.draft_block import NativeBlock
 from backend.ops.delta_replay import CHUNK, MAX_ROWS
 from tests import factory
 from tests.decoding import Job, Outcome, Request, make_loop, run
@@ -55,14 +56,14 @@ def runner() -> Runner:
     return runner
 
 
-class OpenDrafter(MTPDrafter):
+class OpenDrafter(RecursiveDrafter):
     """Shows its drafts, by prompt: that few are taken hides many a wrong row."""
 
     def __init__(self, runner: Runner) -> None:
-        super().__init__(runner.model, "block")
+        super().__init__(runner.model, NativeBlock(runner.model), "mtp", "block", "block")
         self.drafts: defaultdict[tuple[int, ...], list[list[int]]] = defaultdict(list)
 
-    def propose(self, states: Ids[MTPState], counts: Ids[int], choose: Choose) -> Proposal:
+    def propose(self, states: Ids[RecursiveState], counts: Ids[int], choose: Choose) -> Proposal:
         proposal = super().propose(states, counts, choose)
         for state, row, count in zip(states, proposal.tokens.tolist(), counts, strict=True):
             self.drafts[tuple(state.prompt)].append(row[:count])
@@ -440,12 +441,12 @@ def without_copies_of_drafter_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taking_drafter_rows_for_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = MTPDrafter.resume
+    resume = RecursiveDrafter.resume
 
-    def resume_known(drafter: MTPDrafter, state: MTPState, boundary: int, known: bool) -> None:
+    def resume_known(drafter: RecursiveDrafter, state: RecursiveState, boundary: int, known: bool) -> None:
         resume(drafter, state, boundary, True)
 
-    monkeypatch.setattr(MTPDrafter, "resume", resume_known)
+    monkeypatch.setattr(RecursiveDrafter, "resume", resume_known)
 
 
 def with_the_state_a_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:

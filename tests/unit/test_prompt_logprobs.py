@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine import speculation
 from backend.engine.loop import Loop
 from backend.engine.probe import probe
@@ -76,7 +77,9 @@ class Asked:
         return tuple((token.token_id, token.logprob, token.rank, token.alternatives) for token in self.prompt[1:])
 
 
-def ask(loop: Loop, prompt: Ids[int], count: int = 2, told: int | None = 3, drafter: MTPDrafter | None = None) -> Asked:
+def ask(
+    loop: Loop, prompt: Ids[int], count: int = 2, told: int | None = 3, drafter: RecursiveDrafter | None = None
+) -> Asked:
     asked = Asked(Job(loop, Request(tuple(prompt), GREEDY, count), drafter))
     asked.job.sequence.prompt_alternatives = told
     loop.add(asked.job.sequence)
@@ -143,7 +146,7 @@ def test_they_are_bitwise_the_same_in_any_company(dtype: torch.dtype) -> None:
     runner = Runner(factory.build(SHAPE).to(dtype))
     probe(runner)
     expected = {length: alone(runner, BASE[:length]).bits for length in LENGTHS}
-    mtp = MTPDrafter(runner.model, "x")
+    mtp = mtp_drafter(runner.model, "x")
     loop = make_loop(runner, 3, [mtp], positions=400, sequences=6, prefix=True)
     others = [ask(loop, stream(9 + i, 40 + 30 * i), count=60, told=None, drafter=mtp) for i in range(2)]
     asked = [ask(loop, BASE[:length], count=5, drafter=mtp) for length in (*LENGTHS, *LENGTHS)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backend.answer import _timings
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
 from backend.engine.cache import PAGE, DeltaNetSlots
 from backend.engine.loop import Loop
 from backend.engine.memory import page_bytes
@@ -219,7 +219,7 @@ def test_drafts_after_preemption_are_those_of_an_undisturbed_sequence(runner: Ru
     wanted = [Request(request(488 + i, first=i).prompt, SamplingParams(temperature=2.0, seed=i), 50) for i in range(3)]
 
     def outcomes(pages: int, sequences: int) -> tuple[list[Outcome], Scheduler]:
-        drafter = MTPDrafter(runner.model, "block")
+        drafter = mtp_drafter(runner.model, "block")
         house = make_loop(runner, 3, [drafter], pages=pages, sequences=sequences)
         return run(house, [(one, drafter) for one in wanted]), house.scheduler
 

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from backend.drafters.mtp import MTPDrafter
+from backend.drafters.mtp import mtp_drafter
 from backend.drafters.prediction import PredictionDrafter
 from backend.drafters.protocol import Drafter
 from backend.engine.cache import DeltaNetSlots, PageTable, PromptState
@@ -110,7 +110,7 @@ class Company:
         """Assert that every answer is the one its request gets alone, and that everything is given back."""
         answers = {arrival.request.prompt: self.answer(arrival.request).tokens for arrival in schedule.arrivals}
         drafters: dict[str, Drafter] = {
-            "mtp": MTPDrafter(self.runner.model, "block"),
+            "mtp": mtp_drafter(self.runner.model, "block"),
             "prediction": PredictionDrafter(),
             "scripted": ScriptedDrafter(answers, 0.7, SHAPE.vocab),
         }

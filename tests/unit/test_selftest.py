@@ -14,8 +14,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import backend.selftest as selftest
-from backend.drafters.mtp import MTPDrafter
 from backend.drafters.protocol import Proposal
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.cache import DeltaNetSlots
 from backend.engine.forms import GRID
 from backend.interface import BackendError, Step
@@ -171,7 +171,7 @@ def test_half_of_the_answers_are_greedy_and_half_are_not(loaded: Loaded, monkeyp
 def test_the_pre_norm_drafter_gets_what_enters_the_final_norm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put through the final norm, all it was fed is what the MTP drafter was fed in its place."""
     mtp = loaded.default
-    assert isinstance(mtp, MTPDrafter)
+    assert isinstance(mtp, RecursiveDrafter)
     observe, run_rows = mtp.observe, mtp._run
     fed: list[torch.Tensor] = []
 
