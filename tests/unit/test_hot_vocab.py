@@ -32,8 +32,9 @@ from capture.records import Generation
 from capture.store import Store
 from tests.capture_rows import generation, write
 from training.cli import main
+from training.data import find_shards
 from training.errors import TrainingError
-from training.hot_vocab import Built, build, find_shards
+from training.hot_vocab import Built, build
 
 ROOT = Path(__file__).parents[2]
 TINY = ChatTokenizer.load(Path(backend.tiny.__file__).parent)

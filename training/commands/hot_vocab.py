@@ -26,7 +26,8 @@ def hot_vocab(
     """Choose the ids a drafter's head is cut to: the model's most frequent own tokens, as captured."""
     from backend.models.hub import resolve_model
     from backend.text.tokenizer import ChatTokenizer
-    from training.hot_vocab import build, find_shards
+    from training.data import find_shards
+    from training.hot_vocab import build
 
     shards = find_shards(inputs)
     tokenizer = ChatTokenizer.load(resolve_model(model))
