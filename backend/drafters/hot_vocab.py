@@ -5,7 +5,6 @@ Defines the file's format for writer and reader; knows nothing of how ids are ch
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from torch import Tensor
 from backend.drafters.recursive import RecursiveDrafter
 from backend.interface import BackendError
 from backend.models.draft_block import NativeBlock
+from backend.models.fingerprint import hash_ids
 from backend.models.qwen3_5 import Qwen35
 
 FORMAT_VERSION: Literal[1] = 1
@@ -41,9 +41,31 @@ class Coverage(BaseModel):
         return self.covered / self.tokens if self.tokens else None
 
 
+class Reach(BaseModel):
+    """How far the list carries a drafter that is always right, over the held-out documents of one kind.
+
+    `own`: own tokens in the list. `runs[j]`: of the anchors (own positions) with j + 1 own tokens after them, those
+    whose next j + 1 tokens all are in the list: what no drafter's surv_j can pass.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    kind: str
+    documents: NonNegativeInt
+    own: Coverage
+    runs: list[Coverage]
+
+    @property
+    def chain_cap(self) -> float | None:
+        """Mean of the runs' shares, what no drafter's chain can pass; None where a run has no anchor."""
+        shares = [run.share for run in self.runs]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known and len(known) == len(shares) else None
+
+
 class Header(BaseModel):
     """What a file says about itself. `sources`: the fingerprints of each kind of shard counted (law L4), as the
-    exported shards name them: weights, tokenizer, chat_template, drafters, builds."""
+    exported shards name them: weights, tokenizer, chat_template, drafters, builds. Files of before there were spare
+    ids, reach or growth lack what has a default here, and load all the same."""
 
     model_config = ConfigDict(frozen=True, strict=True)
     format_version: Literal[1] = FORMAT_VERSION
@@ -51,6 +73,11 @@ class Header(BaseModel):
     train: Coverage
     held_out: Coverage
     sources: list[dict[str, Any]]
+    reach: list[Reach] = []  # of all held-out documents first, then of each kind
+    kinds: str | None = None  # what tells the kinds apart
+    spare: list[int] = []  # ids of the list, ascending, that growth replaces first
+    parent: str | None = None  # fingerprint of the list that this one grew from
+    generation: NonNegativeInt = 0  # how many times it grew
 
 
 class _Version(BaseModel):
@@ -71,8 +98,7 @@ class HotVocab:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over the ids as little-endian int32: maps are compared by it, never by size."""
-        return hashlib.sha256(self.d2t.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+        return hash_ids(self.d2t)
 
     @classmethod
     def load(cls, path: Path, tokenizer_fingerprint: str, vocab_size: int) -> HotVocab:
@@ -107,6 +133,9 @@ class HotVocab:
         if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
             wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
             raise BackendError(f"the hot vocabulary {path} lists id {wrong}, the model has 0 to {vocab_size - 1}")
+        spare = hot.header.spare
+        if spare != sorted(set(spare)) or not set(spare) <= set(ids.tolist()):
+            raise BackendError(f"the spare ids of the hot vocabulary {path} are not ascending ids of its list")
         return hot
 
     def save(self, path: Path) -> None:
