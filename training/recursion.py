@@ -1,27 +1,30 @@
-"""The MTP block over several recursive slots at once, for training: what the drafter does, for every base row together.
+"""A draft block over several recursive slots at once, for training: what the drafter does, for every base row together.
 
-Base row p stands for a step that has committed the tokens up to x_p. Slot 0 is the ordinary row p; slot j feeds the
-previous slot's output back in at position p + j and sees the true rows up to p and its own base's slots 1 … j.
+Base row p stands for a step that has committed the tokens up to x_p. Slot 0 is the ordinary row p; slot j feeds what
+the previous slot carried back in at position p + j and sees the true rows up to p and its own base's slots 1 … j.
+Knows no loss and no teacher but the bundled model's own (`recursive_loss`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.models.draft_block import DraftBlock, NativeBlock
 from backend.models.forms import CausalForm
 from backend.models.qwen3_5 import Qwen35
 from backend.ops.attention import causal_attention
 
 
 class RecursiveForm:
-    """A form for the MTP block's one attention layer; `next_slot` moves it on. Base rows are positions 1 … rows."""
+    """A form for a draft block's one attention layer; `next_slot` moves it on. Base rows are positions 1 … rows."""
 
-    def __init__(self, batch: int, rows: int) -> None:
-        self.positions = torch.arange(1, rows + 1).expand(batch, rows)
+    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
+        self.positions = torch.arange(1, rows + 1, device=device).expand(batch, rows)
         self._keys: list[Tensor] = []  # by slot, each [B, R, Hkv, D]
         self._values: list[Tensor] = []
 
@@ -39,7 +42,7 @@ class RecursiveForm:
         values = [value.repeat_interleave(group, dim=2) for value in self._values]
         R = q.shape[1]
         past = torch.einsum("bphd,bkhd->bphk", q, keys[0])  # [B, R, Hq, R]
-        later = torch.ones(R, R, dtype=torch.bool).triu(1)  # key row after the base row
+        later = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)  # key row after the base row
         past = past.masked_fill(later[:, None], float("-inf"))
         own = torch.stack([(q * key).sum(-1) for key in keys[1:]], dim=-1)  # [B, R, Hq, slots]
         weights = torch.cat((past, own), dim=-1).mul(q.shape[-1] ** -0.5).softmax(-1)
@@ -49,30 +52,40 @@ class RecursiveForm:
         return out
 
     def convolve(self, layer: int, columns: Tensor, weight: Tensor) -> Tensor:
-        raise TypeError("the MTP block has no convolution")
+        raise TypeError("a draft block has no convolution")
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        raise TypeError("the MTP block has no recurrence")
+        raise TypeError("a draft block has no recurrence")
 
 
-def recursive_outputs(model: Qwen35, tokens: Tensor, hidden: Tensor, slots: int) -> list[Tensor]:
-    """tokens int64 [B, T], hidden [B, T, H] of the trunk → per slot the block's outputs [B, T - 1, H].
+Continue = Callable[[int, Tensor], Tensor]
+"""(slot, its scored rows [B, T - 1, w']) → the tokens int64 [B, T - 1] that the next slot embeds."""
+
+
+def recursive_outputs(
+    block: DraftBlock,
+    embed: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    hidden: Tensor,
+    slots: int,
+    follow: Continue | None = None,
+) -> Iterator[Tensor]:
+    """tokens int64 [B, T], hidden [B, T, H] of the trunk → per slot the rows [B, T - 1, w'] that `block.logits` reads.
 
     Row p - 1 of slot j belongs to base p and predicts x_{p+j+1}; rows whose token x_{p+j} lies past the end hold
-    values of no meaning.
+    values of no meaning. Later slots embed the document's own tokens, or those that `follow` says.
     """
-    if model.mtp is None:
-        raise ValueError("the model has no MTP block")
     B, T = tokens.shape
-    form = RecursiveForm(B, T - 1)
-    previous = hidden[:, :-1]
-    outputs = []
+    form = RecursiveForm(B, T - 1, tokens.device)
+    fed, previous = tokens[:, 1:], hidden[:, :-1]
     for slot in range(slots):
-        fed = F.pad(tokens[:, 1 + slot :], (0, slot))  # x_{p+j} for base p = 1 … T - 1
-        previous = model.mtp(model.embed(fed), previous, form)
-        outputs.append(previous)
+        scored, previous = block.readout(block(embed(fed), previous, form))
+        yield scored
+        if slot + 1 == slots:
+            return
         form.next_slot()
-    return outputs
+        # x_{p+j+1} for base p = 1 … T - 1
+        fed = F.pad(tokens[:, 2 + slot :], (0, 1 + slot)) if follow is None else follow(slot, scored)
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,12 @@ def recursive_loss(
     token it predicts and the first one of its draft are the model's own. The trunk gets no gradient.
     """
     B, T = tokens.shape
+    block = NativeBlock(model)
     with torch.no_grad():
         hidden = model(tokens, CausalForm(B, T, chunk))
     total = hidden.new_zeros(())
     rows, loss, hits = [], [], []
-    for slot, output in enumerate(recursive_outputs(model, tokens, hidden, slots)):
+    for slot, output in enumerate(recursive_outputs(block, model.embed, tokens, hidden, slots)):
         valid = F.pad(own[:, 2:], (0, 1))  # base p = 1 … T - 1: x_{p+1} is the model's own
         valid = valid & F.pad(own[:, 2 + slot :], (0, 1 + slot))
         teacher_rows = F.pad(hidden[:, 1 + slot :], (0, 0, 0, slot))[valid]  # [N, H]

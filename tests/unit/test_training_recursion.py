@@ -1,4 +1,4 @@
-"""Stage B: the recursive slots are those of the drafter, only the head learns, only own tokens count."""
+"""The recursion that trains is the one that serves; in stage B only the head learns, and only own tokens count."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from backend.drafters.recursive import RecursiveDrafter
+from backend.engine.memory import Memory
+from backend.models.draft_block import DraftBlock, NativeBlock
 from backend.models.forms import CausalForm
 from backend.models.qwen3_5 import Qwen35
+from backend.models.student import PRESETS, StudentBlock, StudentConfig
 from tests.factory import Shape, build
 from training.pretraining.own_answers import Documents
 from training.pretraining.stage_b import Settings, batches, hit_rates
@@ -31,7 +37,7 @@ def test_every_slot_equals_drafting_step_by_step(model: Qwen35) -> None:
     B, T = 2, 9
     tokens = random_tokens(B, T)
     hidden = model(tokens, CausalForm(B, T))
-    outputs = recursive_outputs(model, tokens, hidden, SLOTS)
+    outputs = list(recursive_outputs(NativeBlock(model), model.embed, tokens, hidden, SLOTS))
     assert model.mtp is not None
     compared = 0
     for base in range(1, T):
@@ -46,6 +52,70 @@ def test_every_slot_equals_drafting_step_by_step(model: Qwen35) -> None:
             torch.testing.assert_close(outputs[slot][:, base - 1], out[:, -1], atol=1e-5, rtol=1e-4)
             compared += 1
     assert compared == 8 + 7 + 6 + 5
+
+
+def served(model: Qwen35, block: DraftBlock, tokens: Tensor, hidden: Tensor, prompt: int) -> dict[int, list[Tensor]]:
+    """By base, the logits [V] of each slot that the drafter itself computes over pages when it is fed these tokens."""
+    drafter = RecursiveDrafter(model, block, "b", "b", "b")
+    memory = Memory(model.config, 1, 1, torch.device("cpu"), torch.float32)
+    drafter.attach(memory)
+    pages: list[int] = []
+    memory.take(pages)
+    memory.hidden[memory.places(pages, 0, len(tokens))] = hidden
+    state = drafter.new_state(tokens[:prompt].tolist(), pages)
+    drafter.prefill(state, tokens[None, :prompt], hidden[None, :prompt], 0, prompt)
+    found: dict[int, list[Tensor]] = {}
+    for base in range(prompt, len(tokens)):
+        drafter.observe(state, [int(tokens[base])], hidden[base - 1 : base])
+        seen: list[Tensor] = []
+
+        def choose(logits: Tensor, base: int = base, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(logits[0])
+            return tokens[[min(base + len(seen), len(tokens) - 1)]]
+
+        drafter.propose([state], [min(SLOTS, len(tokens) - base)], choose)
+        found[base] = seen
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "carrier"),
+    [("native", ""), ("cut", ""), *((kind, carrier) for kind in PRESETS for carrier in ("post_norm", "pre_norm"))],
+)
+def test_training_and_serving_compute_the_same_logits_in_every_slot(model: Qwen35, kind: str, carrier: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = random_tokens(14)
+    hidden = torch.randn(14, SHAPE.hidden, generator=generator)
+    ids = torch.arange(0, SHAPE.vocab, 2, dtype=torch.int32)
+    block: DraftBlock
+    if kind in PRESETS:
+        config = StudentConfig.preset(kind, model.config, len(ids)).model_copy(update={"carrier": carrier})
+        block = StudentBlock(config, model.config, ids).requires_grad_(False)
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    else:
+        block = NativeBlock(model, ids if kind == "cut" else None)
+    with torch.no_grad():
+        rows = list(recursive_outputs(block, model.embed, tokens[None], hidden[None], SLOTS))
+        trained = [block.logits(row)[0] for row in rows]  # [T - 1, S]
+        for base, seen in served(model, block, tokens, hidden, prompt=5).items():
+            for slot, logits in enumerate(seen):
+                ours = logits if block.ids is None else logits[block.ids.long()]
+                torch.testing.assert_close(trained[slot][base - 1], ours, atol=2e-5, rtol=1e-4)
+
+
+def test_following_the_own_drafts_embeds_them_in_the_next_slot(model: Qwen35) -> None:
+    tokens, drafts = random_tokens(1, 9), random_tokens(1, 8, seed=1)
+    hidden = torch.randn(1, 9, SHAPE.hidden, generator=torch.Generator().manual_seed(1))
+    block = NativeBlock(model)
+    own = list(recursive_outputs(block, model.embed, tokens, hidden, 2, follow=lambda slot, rows: drafts))
+    forced = list(recursive_outputs(block, model.embed, tokens, hidden, 2))
+    assert torch.equal(own[0], forced[0])
+    same = torch.equal(own[1], forced[1])
+    told = F.pad(tokens[:, 2:], (0, 1))
+    as_told = list(recursive_outputs(block, model.embed, tokens, hidden, 2, follow=lambda slot, rows: told))
+    assert not same
+    assert torch.equal(as_told[1], forced[1])
 
 
 def test_only_rows_that_predict_the_models_own_tokens_count(model: Qwen35) -> None:
