@@ -32,6 +32,11 @@ def combine(hashes: Mapping[str, TensorHash]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def hash_ids(ids: Tensor) -> str:
+    """sha256 over ids as little-endian int32: vocabulary maps are compared by it, never by size."""
+    return hashlib.sha256(ids.detach().cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+
 class HashCache:
     """A JSON file under the user's cache directory; a cache that cannot be read or written is only slower."""
 

@@ -49,6 +49,8 @@ class StudentConfig(BaseModel):
             raise ValueError(f"{self.num_key_value_heads} key heads do not divide {self.num_attention_heads} heads")
         if self.d_inner > self.hidden_size:
             raise ValueError(f"d_inner {self.d_inner} is wider than the trunk's {self.hidden_size}")
+        if self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+            raise ValueError(f"a head of {self.head_dim} has no {self.rotary_dim} dimensions to rotate in pairs")
         return self
 
     @classmethod
