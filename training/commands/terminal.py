@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 errors = Console(stderr=True)
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Model = Annotated[str, typer.Option(help="tiny, a checkpoint directory, or a Hub id.")]
+LedgerPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--ledger",
+        envvar="DRAFTLOOP_LEDGER",
+        help="The file that every run is written to; default ledger.jsonl beside what is made.",
+        show_default=False,
+    ),
+]
 
 
 def progress() -> Progress:
