@@ -1,0 +1,159 @@
+"""A walk makes the drafts that serving made and counts them as serving did: per slot, to the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+from backend.drafters.hot_vocab import Coverage, Header, HotVocab, hot_vocab_drafter
+from backend.drafters.mtp import mtp_drafter
+from backend.drafters.prediction import PredictionDrafter
+from backend.drafters.protocol import Drafter
+from backend.engine.forms import GRID
+from backend.engine.memory import Place
+from backend.engine.probe import probe
+from backend.engine.runner import Runner
+from backend.engine.sampling import SamplingParams
+from backend.models.hub import resolve_model
+from backend.models.weights import load_model
+from backend.text.tokenizer import ChatTokenizer
+from tests.decoding import Outcome, Request, decode
+from training.data import Document, Forced
+from training.evaluate.walk import walk
+
+TEXTS = ("What is a list?", "How do I read a file?", "Name three fruits.", "Why?", "Explain sorting " * 12, "def f(x):")
+SLOTS = 4
+
+
+class Tiny:
+    """The bundled model, ready to decode, and its drafters."""
+
+    def __init__(self) -> None:
+        directory = resolve_model("tiny")
+        loaded = load_model(directory, torch.device("cpu"), torch.bfloat16, with_mtp=True)
+        self.tokenizer = ChatTokenizer.load(directory)
+        self.runner, self.block = Runner(loaded.model), loaded.drafter
+        with torch.inference_mode():
+            probe(self.runner)
+        self.vocab = min(loaded.config.vocab_size, self.tokenizer.vocab_size)
+
+    def drafter(self, kind: str) -> Drafter:
+        makers: dict[str, Callable[[], Drafter]] = {
+            "mtp": lambda: mtp_drafter(self.runner.model, self.block),
+            "hot_vocab": lambda: hot_vocab_drafter(self.runner.model, self.block, some_of(self.vocab)),
+            "prediction": PredictionDrafter,
+        }
+        return makers[kind]()
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        return self.tokenizer.encode_chat([{"role": "user", "content": text}], {}, ()).ids
+
+    @torch.inference_mode()
+    def forced(self, request: Request, tokens: Sequence[int]) -> Forced:
+        """What extraction gives, here by the engine's own primitives."""
+        every = [*request.prompt, *tokens]
+        _, *answer = (hidden for _, hidden in self.runner.force(request.prompt, tokens, 5))
+        sampling = asdict(request.params) | {
+            "max_tokens": request.max_tokens,
+            "logit_bias": {str(token): bias for token, bias in request.params.logit_bias},
+            "stop_token_ids": sorted(request.eos),
+        }
+        document = Document(
+            id="-".join(map(str, every[-3:])),
+            tokens=np.array(every, np.int32),
+            prompt_length=len(request.prompt),
+            logprobs=np.zeros(len(every), np.float32),
+            held_out=True,
+            seed=request.params.seed,
+            sampling=sampling,
+        )
+        return Forced(document, torch.cat((prompt_rows(self.runner, request.prompt), *answer)))
+
+
+def prompt_rows(runner: Runner, prompt: Sequence[int]) -> torch.Tensor:
+    """The trunk's hidden states of a prompt [N, H], computed on the grid."""
+    memory, place, rows = runner.new_memory(len(prompt)), Place(len(prompt)), []
+    for _ in range(memory.table.total):
+        memory.take(place.pages)
+    for start in range(0, len(prompt), GRID):
+        chunk = prompt[start : start + GRID]
+        rows.append(runner.prefill_chunk(memory, place, chunk, start)[1][0, : len(chunk)])
+    return torch.cat(rows)
+
+
+def some_of(vocab: int) -> HotVocab:
+    """A list that misses tokens the model says."""
+    ids = torch.arange(0, vocab, dtype=torch.int32)
+    ids = ids[(ids % 3 != 0) | (ids < 300)]
+    none = Coverage(covered=0, tokens=0)
+    header = Header.model_construct(tokenizer="t", train=none, held_out=none, sources=[])
+    return HotVocab(ids, torch.zeros(len(ids), dtype=torch.int64), header)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return Tiny()
+
+
+@pytest.fixture(scope="module")
+def requests(tiny: Tiny) -> list[Request]:
+    """Greedy and sampled, truncated and not, penalised, ended by the model and by the budget."""
+    eos = tiny.tokenizer.eos_ids
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=20, seed=3),
+        SamplingParams(temperature=1.0, seed=2**63 + 5, choice=2),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=eos),
+        SamplingParams(temperature=0.8, min_p=0.05, logit_bias=((11, 2.0),), bad_words=((5,), (7, 8)), seed=9),
+    ]
+    return [
+        Request(tiny.prompt(text), one, max_tokens=max_tokens, eos=eos)
+        for max_tokens in (60, 7)
+        for text, one in zip(TEXTS, params, strict=True)
+    ]
+
+
+def counted(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
+    """P_s and A_s of each answer's steps."""
+    slots = range(SLOTS)
+    return [
+        (
+            [sum(step.drafted > s for step in outcome.steps) for s in slots],
+            [sum(step.accepted > s for step in outcome.steps) for s in slots],
+        )
+        for outcome in outcomes
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "hot_vocab", "prediction"])
+def test_every_slot_of_a_walk_is_proposed_and_accepted_as_the_engine_did(
+    tiny: Tiny, requests: list[Request], kind: str
+) -> None:
+    outcomes = decode(tiny.runner, tiny.drafter(kind), SLOTS, requests, together=4)
+    documents = [tiny.forced(request, outcome.tokens) for request, outcome in zip(requests, outcomes, strict=True)]
+    assert {outcome.finish for outcome in outcomes} == {"stop", "length"}
+    for together in (1, 5):
+        found = walk(tiny.runner.model, tiny.drafter(kind), documents, SLOTS, vocab=tiny.vocab, together=together)
+        assert [(list(one.proposed), list(one.accepted)) for one in found] == counted(outcomes)
+        assert [one.steps for one in found] == [len(outcome.steps) for outcome in outcomes]
+    assert kind == "prediction" or sum(sum(one.accepted) for one in found) > 100, "there was something to count"
+
+
+def test_an_unknown_budget_is_the_answers_length(tiny: Tiny, requests: list[Request]) -> None:
+    request = replace(requests[0], max_tokens=9, eos=frozenset())
+    (outcome,) = decode(tiny.runner, tiny.drafter("mtp"), SLOTS, [request])
+    forced = tiny.forced(request, outcome.tokens)
+    silent = replace(forced, document=replace(forced.document, sampling=None, seed=None))
+    (found,) = walk(tiny.runner.model, tiny.drafter("mtp"), [silent], SLOTS, vocab=tiny.vocab)
+    assert [(list(found.proposed), list(found.accepted))] == counted([outcome])
+
+
+def test_documents_without_steps_count_nothing(tiny: Tiny, requests: list[Request]) -> None:
+    forced = [tiny.forced(replace(requests[0], max_tokens=n), [5] * n) for n in (0, 1)]
+    found = walk(tiny.runner.model, tiny.drafter("mtp"), forced, SLOTS)
+    assert [(one.steps, sum(one.proposed)) for one in found] == [(0, 0), (0, 0)]
