@@ -58,22 +58,18 @@ class RecursiveForm:
         raise TypeError("a draft block has no recurrence")
 
 
-Continue = Callable[[int, Tensor], Tensor]
-"""(slot, its scored rows [B, T - 1, w']) → the tokens int64 [B, T - 1] that the next slot embeds."""
-
-
 def recursive_outputs(
     block: DraftBlock,
     embed: Callable[[Tensor], Tensor],
     tokens: Tensor,
     hidden: Tensor,
     slots: int,
-    follow: Continue | None = None,
 ) -> Iterator[Tensor]:
     """tokens int64 [B, T], hidden [B, T, H] of the trunk → per slot the rows [B, T - 1, w'] that `block.logits` reads.
 
     Row p - 1 of slot j belongs to base p and predicts x_{p+j+1}; rows whose token x_{p+j} lies past the end hold
-    values of no meaning. Later slots embed the document's own tokens, or those that `follow` says.
+    values of no meaning. Slots embed the document's own tokens: up to a base's first miss they are what it drafted, and
+    a step keeps nothing after that.
     """
     B, T = tokens.shape
     form = RecursiveForm(B, T - 1, tokens.device)
@@ -84,8 +80,7 @@ def recursive_outputs(
         if slot + 1 == slots:
             return
         form.next_slot()
-        # x_{p+j+1} for base p = 1 … T - 1
-        fed = F.pad(tokens[:, 2 + slot :], (0, 1 + slot)) if follow is None else follow(slot, scored)
+        fed = F.pad(tokens[:, 2 + slot :], (0, 1 + slot))  # x_{p+j+1} for base p = 1 … T - 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backend.drafters.recursive import RecursiveDrafter
@@ -102,20 +101,6 @@ def test_training_and_serving_compute_the_same_logits_in_every_slot(model: Qwen3
             for slot, logits in enumerate(seen):
                 ours = logits if block.ids is None else logits[block.ids.long()]
                 torch.testing.assert_close(trained[slot][base - 1], ours, atol=2e-5, rtol=1e-4)
-
-
-def test_following_the_own_drafts_embeds_them_in_the_next_slot(model: Qwen35) -> None:
-    tokens, drafts = random_tokens(1, 9), random_tokens(1, 8, seed=1)
-    hidden = torch.randn(1, 9, SHAPE.hidden, generator=torch.Generator().manual_seed(1))
-    block = NativeBlock(model)
-    own = list(recursive_outputs(block, model.embed, tokens, hidden, 2, follow=lambda slot, rows: drafts))
-    forced = list(recursive_outputs(block, model.embed, tokens, hidden, 2))
-    assert torch.equal(own[0], forced[0])
-    same = torch.equal(own[1], forced[1])
-    told = F.pad(tokens[:, 2:], (0, 1))
-    as_told = list(recursive_outputs(block, model.embed, tokens, hidden, 2, follow=lambda slot, rows: told))
-    assert not same
-    assert torch.equal(as_told[1], forced[1])
 
 
 def test_only_rows_that_predict_the_models_own_tokens_count(model: Qwen35) -> None:
