@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import typer
 
-from training.commands.hot_vocab import hot_vocab
+from training.commands.default import first_of
+from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
 from training.commands.terminal import errors
 from training.commands.tiny import tiny
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("hot-vocab")(hot_vocab)
+app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
 app.command()(tiny)
 app.command()(judge)
 

@@ -1,4 +1,4 @@
-"""From exported shards to a hot vocabulary: count the model's own tokens, keep the most frequent.
+"""From exported shards to a hot vocabulary: count the model's own tokens, keep the most frequent; later, grow the list.
 
 Knows shards through `training.data`; the file it makes is backend's, and so is its format.
 """
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from backend.drafters.hot_vocab import Coverage, Header, HotVocab
 from backend.text.tokenizer import ChatTokenizer
-from training.data import Shard, read_shard
+from training.coverage import Answer, by_kind
+from training.data import Shard, documents_of, read_shard
 from training.errors import TrainingError
 
 
@@ -33,59 +35,166 @@ class Built:
     filled: int
 
 
+@dataclass(frozen=True)
+class Grown:
+    """A list that grew. `added`: the ids that are new to it and how often the answers hold each; `kept`: spare ids that
+    the answers turned out to use, and which are spare no longer; `before`: what the old list covers of the same."""
+
+    hot: HotVocab
+    added: dict[int, int]
+    kept: dict[int, int]
+    before: Coverage
+
+
 def build(
     shards: Sequence[Shard],
     tokenizer: ChatTokenizer,
     size: int,
     report: Callable[[int], None] = lambda done: None,
+    *,
+    spare: int = 0,
 ) -> Built:
     """Choose `size` ids: all special tokens, then the model's own tokens of the train split by count (ties to the
     lowest id), then the lowest ids not yet in. A function of the documents and the tokenizer: order changes nothing.
 
-    Documents that several shards hold count once. `report` follows each shard read. Raises TrainingError for a size
-    that cannot be, for a damaged shard, for one of another tokenizer, and where there is nothing to count.
+    The last `spare` ids chosen are marked as the ones that growth replaces first. Documents that several shards hold
+    count once. `report` follows each shard read. Raises TrainingError for a size that cannot be, for a damaged shard,
+    for one of another tokenizer, and where there is nothing to count.
     """
-    unknown = np.array(tokenizer.undecodable_ids(tokenizer.vocab_size), dtype=np.int64)
-    special = np.array(sorted(i for i in tokenizer.added_ids | tokenizer.eos_ids if i < tokenizer.vocab_size))
+    special, unknown = _special(tokenizer), _unknown(tokenizer)
     vocabulary = tokenizer.vocab_size - len(unknown)
     if not len(special) <= size <= vocabulary:
         raise TrainingError(
             f"a hot vocabulary of {size} ids cannot be: this tokenizer has {len(special)} special tokens, "
             f"which are always in, and {vocabulary} tokens in all"
         )
+    if spare > size - len(special):
+        raise TrainingError(f"{spare} of {size} ids cannot be spare: {len(special)} are special tokens, which stay")
+    counted = _count(shards, tokenizer, report)
+    rank = counted.train.copy()
+    rank[special] = counted.train.max() + 1
+    rank[unknown] = -1
+    chosen = np.argsort(-rank, kind="stable")[:size]
+    hot = _listed(np.sort(chosen), np.sort(chosen[size - spare :]), counted, tokenizer)
+    filled = int((rank[chosen] == 0).sum())
+    distinct = int(np.count_nonzero(counted.train))
+    return Built(hot, counted.documents, counted.repeated, distinct, filled)
+
+
+def grow(
+    hot: HotVocab,
+    shards: Sequence[Shard],
+    tokenizer: ChatTokenizer,
+    report: Callable[[int], None] = lambda done: None,
+    *,
+    most: int | None = None,
+) -> Grown:
+    """Take in what the list was wrong about: the ids outside it that the model's own tokens of the train split hold,
+    most frequent first (ties to the lowest id), at most `most` of them or as many as there are spare ids.
+
+    They take the places of spare ids, least used first (ties to the highest id); once those are gone the list gets
+    longer. A spare id that is used more than what would replace it stays, as one that is spare no longer. Counts and
+    coverage of the new list are over these shards alone. Raises as `build` does.
+    """
+    counted = _count(shards, tokenizer, report)
+    old, spare = _ids(hot), np.array(hot.header.spare, dtype=np.int64)
+    firm = np.setdiff1d(old, spare)
+    seen = counted.train.copy()
+    seen[firm] = 0  # what is left are corrections: a drafter with these rows alone could propose none of them
+    seen[_unknown(tokenizer)] = 0
+    wanted = np.argsort(-seen, kind="stable")[: len(spare) if most is None else most]
+    wanted = wanted[seen[wanted] > 0]
+    unused = np.setdiff1d(spare, wanted)
+    unused = unused[np.lexsort((unused, -counted.train[unused]))]  # most used first, then the lowest id
+    left = np.sort(unused[: max(len(spare) - len(wanted), 0)])
+    ids = np.sort(np.concatenate((firm, wanted, left)))
+    new = _listed(ids, left, counted, tokenizer, grown_from=hot)
+    kept = np.intersect1d(wanted, spare)
+    return Grown(
+        hot=new,
+        added={int(i): int(counted.train[i]) for i in wanted if i not in kept},
+        kept={int(i): int(counted.train[i]) for i in kept},
+        before=_coverage(counted.train, old),
+    )
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """int64 [V] of each split, and what the shards say besides."""
+
+    train: NDArray[np.int64]
+    held_out: NDArray[np.int64]
+    answers: list[Answer]  # held out
+    sources: list[dict[str, object]]
+    documents: int
+    repeated: int
+
+
+def _count(shards: Sequence[Shard], tokenizer: ChatTokenizer, report: Callable[[int], None]) -> _Counted:
     counts = np.zeros((2, tokenizer.vocab_size), dtype=np.int64)  # [train, held out]
+    answers: dict[str, Answer] = {}
     seen: set[str] = set()
     sources: set[str] = set()
     repeated = 0
     for done, shard in enumerate(shards, start=1):
         contents = read_shard(shard, tokenizer.fingerprint, tokenizer.vocab_size)
-        arrays = contents.arrays
         sources.add(json.dumps(contents.fingerprints, sort_keys=True))
-        fresh = np.zeros(len(arrays["doc_ids"]), dtype=np.bool_)
-        for i, name in enumerate(arrays["doc_ids"].tolist()):
-            fresh[i] = name not in seen
-            seen.add(name)
-        repeated += len(fresh) - int(fresh.sum())
-        lengths = np.diff(arrays["doc_offsets"])
-        own = (arrays["loss_mask"] == 1) & np.repeat(fresh, lengths)
-        held_out = np.repeat(arrays["split"] == 1, lengths)
-        for split, chosen in enumerate((own & ~held_out, own & held_out)):
-            counts[split] += np.bincount(arrays["tokens"][chosen], minlength=tokenizer.vocab_size)
+        fresh: tuple[list[NDArray[np.int32]], ...] = ([], [])
+        for document in documents_of(contents):
+            if document.id in seen:
+                repeated += 1
+                continue
+            seen.add(document.id)
+            own = document.tokens[document.prompt_length :]
+            fresh[int(document.held_out)].append(own)
+            if document.held_out:
+                answers[document.id] = Answer(own.copy(), len(document.tokens), {})
+        for split, found in enumerate(fresh):
+            if found:
+                counts[split] += np.bincount(np.concatenate(found), minlength=tokenizer.vocab_size)
         report(done)
-    train, _ = counts
+    train, held_out = counts
     if not train.any():
         raise TrainingError(f"nothing to count: no own token in the train split of {len(seen)} documents")
-    rank = train.copy()
-    rank[special] = train.max() + 1
-    rank[unknown] = -1
-    ids = np.sort(np.argsort(-rank, kind="stable")[:size])
-    coverage = [Coverage(covered=int(split[ids].sum()), tokens=int(split.sum())) for split in counts]
+    said = [json.loads(source) for source in sorted(sources)]
+    return _Counted(train, held_out, [answers[name] for name in sorted(answers)], said, len(seen), repeated)
+
+
+def _listed(
+    ids: NDArray[np.int64],
+    spare: NDArray[np.int64],
+    counted: _Counted,
+    tokenizer: ChatTokenizer,
+    grown_from: HotVocab | None = None,
+) -> HotVocab:
+    listed = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
+    listed[ids] = True
+    reach, kinds = by_kind(counted.answers, listed)
     header = Header(
         tokenizer=tokenizer.fingerprint,
-        train=coverage[0],
-        held_out=coverage[1],
-        sources=[json.loads(source) for source in sorted(sources)],
+        train=_coverage(counted.train, ids),
+        held_out=_coverage(counted.held_out, ids),
+        sources=counted.sources,
+        reach=reach,
+        kinds=kinds,
+        spare=spare.tolist(),
+        parent=grown_from.fingerprint if grown_from else None,
+        generation=grown_from.header.generation + 1 if grown_from else 0,
     )
-    hot = HotVocab(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(train[ids]), header)
-    filled = int((rank[ids] == 0).sum())
-    return Built(hot, len(seen), repeated, int(np.count_nonzero(train)), filled)
+    return HotVocab(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(counted.train[ids]), header)
+
+
+def _coverage(counts: NDArray[np.int64], ids: NDArray[np.int64]) -> Coverage:
+    return Coverage(covered=int(counts[ids].sum()), tokens=int(counts.sum()))
+
+
+def _ids(hot: HotVocab) -> NDArray[np.int64]:
+    return hot.d2t.numpy().astype(np.int64)
+
+
+def _special(tokenizer: ChatTokenizer) -> NDArray[np.int64]:
+    return np.array(sorted(i for i in tokenizer.added_ids | tokenizer.eos_ids if i < tokenizer.vocab_size))
+
+
+def _unknown(tokenizer: ChatTokenizer) -> NDArray[np.int64]:
+    return np.array(tokenizer.undecodable_ids(tokenizer.vocab_size), dtype=np.int64)

@@ -22,46 +22,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import backend.tiny
 from backend.drafters.hot_vocab import Coverage, Header, HotVocab
 from backend.interface import BackendError
-from backend.text.tokenizer import ChatTokenizer
-from capture.export import held_out
-from capture.export_npz import export_npz
-from capture.records import Generation
-from capture.store import Store
-from tests.capture_rows import generation, write
+from tests.exports import PLAIN, SPECIAL, TINY, VOCAB, exported, prompt, row
 from training.cli import main
 from training.data import find_shards
 from training.errors import TrainingError
 from training.hot_vocab import Built, build
 
 ROOT = Path(__file__).parents[2]
-TINY = ChatTokenizer.load(Path(backend.tiny.__file__).parent)
-VOCAB = TINY.vocab_size
-SPECIAL = sorted(TINY.added_ids)
-PLAIN = [index for index in range(VOCAB) if index not in TINY.added_ids]
-
-
-def prompt(number: int, *, is_held_out: bool) -> list[int]:
-    """The number-th prompt of this split."""
-    found = ([n, 5, 6] for n in range(100_000) if held_out([n, 5, 6], 0) == is_held_out)
-    return [next(found) for _ in range(number + 1)][-1]
-
-
-def row(answer: list[int], number: int = 0, *, is_held_out: bool = False, **fields: Any) -> Generation:
-    given: dict[str, Any] = {
-        "prompt_tokens": prompt(number, is_held_out=is_held_out),
-        "completion_tokens": answer,
-        "logprobs": [-0.5] * len(answer),
-        "tokenizer_fingerprint": TINY.fingerprint,
-    }
-    return generation(**given | fields)
-
-
-def exported(tmp_path: Path, *rows: Generation, name: str = "export", shard_bytes: int = 10**9) -> Path:
-    with Store.open(write(tmp_path / f"{name}.db", *rows)) as store:
-        return export_npz(store, tmp_path / name, shard_bytes=shard_bytes).folder
 
 
 @dataclass(frozen=True)
@@ -144,6 +113,8 @@ def test_captured_answers_become_a_list_that_the_engine_loads(tmp_path: Path) ->
         "filled with unused ids": "2",
         "coverage of train own tokens": "1.0000 (n = 6)",
         "coverage of held-out own tokens": "0.5000 (n = 4)",
+        "all": "1",  # of the held-out documents, how many
+        "to 256": "1",
     }
 
 
