@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.models.draft_block import NativeBlock
-from backend.models.layers import GatedAttention
+from backend.models.layers import DecoderLayer, GatedAttention
 from backend.models.mtp import MTPBlock
 from backend.models.qwen3_5 import Qwen35
 from backend.models.student import StudentBlock
@@ -24,6 +24,7 @@ class _Observed:
 
     def __init__(self, mtp: MTPBlock) -> None:
         layer = mtp.layers[0]
+        assert isinstance(layer, DecoderLayer)
         self.heads: Tensor | None = None  # [heads · D, heads · D] of what o_proj reads
         self.channels: Tensor | None = None  # [F] of what down_proj reads
         self.carried: Tensor | None = None  # [H, H] of the residual stream's directions, each row of length 1
@@ -75,7 +76,8 @@ def from_native(student: StudentBlock, model: Qwen35, batches: Iterable[Batch], 
     if mtp is None:
         raise TrainingError("the model has no MTP block to start a student from: start from random weights")
     layer = mtp.layers[0]
-    native: GatedAttention = layer.self_attn
+    assert isinstance(layer, DecoderLayer)
+    native = layer.self_attn
     H, d, D = student.config.hidden_size, student.config.d_inner, student.head_dim
     _check_nested(student, native, layer.mlp.gate_proj.outputs)
     observed = _Observed(mtp)
