@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from backend.engine.memory import Memory, Place
 from backend.models.layers import prepare
 from backend.models.qwen3_5 import Qwen35
 from backend.ops.delta_replay import MAX_ROWS
+
+
+@dataclass(frozen=True)
+class ForcedRows:
+    """Of one of the documents forced together: hidden states [R, H] of the positions from `start` on, and logits
+    float32 [r, V] of the last r of them, which are those that answer rows have and the prompt's last one."""
+
+    document: int
+    start: int
+    hidden: Tensor
+    logits: Tensor
 
 
 class Runner:
@@ -78,25 +90,54 @@ class Runner:
         `blocks` is one size for all, or sizes used in turn, each at most MAX_ROWS. Yields logits float32 [R, V] and
         hidden states [R, H] of the prompt's last row, then of each block, bitwise those of serving.
         """
-        if not prompt:
+        for rows in self.force_together([(prompt, tokens)], blocks):
+            if len(rows.logits):
+                yield rows.logits, rows.hidden[-len(rows.logits) :]
+
+    def force_together(
+        self, documents: Sequence[tuple[Sequence[int], Sequence[int]]], blocks: Sequence[int] | int = MAX_ROWS
+    ) -> Iterator[ForcedRows]:
+        """`force` of several documents (prompt, tokens) in one batch, every position told once, each document's in
+        order: the same bits as of each alone.
+        """
+        if not all(prompt for prompt, _ in documents):
             raise ValueError("a prompt has at least one token")
-        memory = self.new_memory(len(prompt) + len(tokens) + MAX_ROWS)
-        place = Place(len(prompt))
-        for _ in range(memory.table.total):
-            memory.take(place.pages)
-        for start in range(0, len(prompt), GRID):
-            chunk = prompt[start : start + GRID]
-            hidden = self.prefill_chunk(memory, place, chunk, start)[1][0, len(chunk) - 1 : len(chunk)]
-        yield self.model.logits(hidden), hidden
-        assert place.state is not None
-        memory.slots.join(0, place.state)
-        place.slot = 0
+        # Those with most to come first, so that the ones at work are always slots 0, 1, …
+        order = sorted(range(len(documents)), key=lambda index: -len(documents[index][1]))
+        memory = self.new_memory(max(map(_positions, documents)) + MAX_ROWS, len(documents))
+        places = []
+        for slot, index in enumerate(order):
+            place = Place(len(documents[index][0]))
+            for _ in range(pages_for(_positions(documents[index]) + MAX_ROWS)):
+                memory.take(place.pages)
+            yield from self._force_prompt(memory, place, index, documents[index][0])
+            assert place.state is not None
+            memory.slots.join(slot, place.state)
+            place.slot, place.state = slot, None
+            places.append(place)
         sizes = [blocks] if isinstance(blocks, int) else list(blocks)
         done = turn = 0
-        while done < len(tokens):
-            block = tokens[done : done + sizes[turn % len(sizes)]]
-            row = torch.tensor([list(block)], device=self.device)
-            logits, states = self.verify(memory, [place], row, [len(block)], [len(prompt) + done])
-            yield logits[0], states[0]
-            done += len(block)
+        while left := [index for index in order if len(documents[index][1]) > done]:
+            size = sizes[turn % len(sizes)]
+            given = [documents[index][1][done : done + size] for index in left]
+            counts = [len(block) for block in given]
+            starts = [len(documents[index][0]) + done for index in left]
+            tokens = torch.tensor([[*block, *[0] * (max(counts) - len(block))] for block in given], device=self.device)
+            logits, hidden = self.verify(memory, places[: len(left)], tokens, counts, starts)
+            for row, (index, start, count) in enumerate(zip(left, starts, counts, strict=True)):
+                yield ForcedRows(index, start, hidden[row, :count], logits[row, :count])
+            done += size
             turn += 1
+
+    def _force_prompt(self, memory: Memory, place: Place, index: int, prompt: Sequence[int]) -> Iterator[ForcedRows]:
+        for start in range(0, len(prompt), GRID):
+            chunk = prompt[start : start + GRID]
+            hidden = self.prefill_chunk(memory, place, chunk, start)[1][0, : len(chunk)]
+            is_last = start + len(chunk) == len(prompt)
+            logits = self.model.logits(hidden[-1:]) if is_last else hidden.new_empty(0, self.model.config.vocab_size)
+            yield ForcedRows(index, start, hidden, logits)
+
+
+def _positions(document: tuple[Sequence[int], Sequence[int]]) -> int:
+    prompt, tokens = document
+    return len(prompt) + len(tokens)
