@@ -46,7 +46,7 @@ def head_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int) -> tuple[
     if len(rows) <= chunk or not torch.is_grad_enabled():
         parts = [loss(F.linear(rows[at], weight).float(), at) for at in _spans(len(rows), chunk)]
         return torch.stack([total for total, _ in parts]).sum(), torch.cat([about for _, about in parts])
-    found: tuple[Tensor, Tensor] = _ByChunks.apply(rows, weight, loss, chunk)
+    found: tuple[Tensor, Tensor] = _ByChunks.apply(rows, weight, loss, chunk)  # type: ignore[no-untyped-call]
     return found
 
 

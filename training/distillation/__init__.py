@@ -1,1 +1,1 @@
-"""The parts of `training.distill`: batches, the student's first weights, its teacher, its schedule, its state."""
+"""The parts of `training.distill`: batches, teacher, schedule, state."""
