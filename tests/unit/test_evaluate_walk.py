@@ -13,8 +13,6 @@ from backend.drafters.hot_vocab import Coverage, Header, HotVocab, hot_vocab_dra
 from backend.drafters.mtp import mtp_drafter
 from backend.drafters.prediction import PredictionDrafter
 from backend.drafters.protocol import Drafter
-from backend.engine.forms import GRID
-from backend.engine.memory import Place
 from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.engine.sampling import SamplingParams
@@ -23,7 +21,9 @@ from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
 from tests.decoding import Outcome, Request, decode
 from training.data import Document, Forced
+from training.evaluate.choices import choices, first_difference
 from training.evaluate.walk import walk
+from training.force import force_documents
 
 TEXTS = ("What is a list?", "How do I read a file?", "Name three fruits.", "Why?", "Explain sorting " * 12, "def f(x):")
 SLOTS = 4
@@ -52,11 +52,9 @@ class Tiny:
     def prompt(self, text: str) -> tuple[int, ...]:
         return self.tokenizer.encode_chat([{"role": "user", "content": text}], {}, ()).ids
 
-    @torch.inference_mode()
     def forced(self, request: Request, tokens: Sequence[int]) -> Forced:
-        """What extraction gives, here by the engine's own primitives."""
+        """The answer as training reads it, forced."""
         every = [*request.prompt, *tokens]
-        _, *answer = (hidden for _, hidden in self.runner.force(request.prompt, tokens, 5))
         sampling = asdict(request.params) | {
             "max_tokens": request.max_tokens,
             "logit_bias": {str(token): bias for token, bias in request.params.logit_bias},
@@ -71,18 +69,8 @@ class Tiny:
             seed=request.params.seed,
             sampling=sampling,
         )
-        return Forced(document, torch.cat((prompt_rows(self.runner, request.prompt), *answer)))
-
-
-def prompt_rows(runner: Runner, prompt: Sequence[int]) -> torch.Tensor:
-    """The trunk's hidden states of a prompt [N, H], computed on the grid."""
-    memory, place, rows = runner.new_memory(len(prompt)), Place(len(prompt)), []
-    for _ in range(memory.table.total):
-        memory.take(place.pages)
-    for start in range(0, len(prompt), GRID):
-        chunk = prompt[start : start + GRID]
-        rows.append(runner.prefill_chunk(memory, place, chunk, start)[1][0, : len(chunk)])
-    return torch.cat(rows)
+        (forced,) = force_documents(self.runner, [document])
+        return forced
 
 
 def some_of(vocab: int) -> HotVocab:
@@ -157,3 +145,25 @@ def test_documents_without_steps_count_nothing(tiny: Tiny, requests: list[Reques
     forced = [tiny.forced(replace(requests[0], max_tokens=n), [5] * n) for n in (0, 1)]
     found = walk(tiny.runner.model, tiny.drafter("mtp"), forced, SLOTS)
     assert [(one.steps, sum(one.proposed)) for one in found] == [(0, 0), (0, 0)]
+
+
+def test_what_serving_said_is_what_the_target_chooses_and_nothing_else_is(tiny: Tiny, requests: list[Request]) -> None:
+    outcomes = decode(tiny.runner, None, 0, requests, together=4)
+    for request, outcome in zip(requests, outcomes, strict=True):
+        forced = tiny.forced(request, outcome.tokens)
+        assert first_difference(tiny.runner.model, forced, tiny.vocab) is None
+        at = len(outcome.tokens) // 2
+        wrong = tiny.forced(request, [*outcome.tokens[:at], 77, *outcome.tokens[at + 1 :]])
+        assert first_difference(tiny.runner.model, wrong, tiny.vocab) == len(request.prompt) + at
+    sampled = tiny.forced(requests[1], outcomes[1].tokens)
+    other = replace(sampled, document=replace(sampled.document, seed=4))
+    assert first_difference(tiny.runner.model, other, tiny.vocab) is not None
+
+
+def test_what_plain_parameters_choose_along_an_answer_of_theirs_is_the_answer(
+    tiny: Tiny, requests: list[Request]
+) -> None:
+    for request in (requests[0], requests[1]):
+        (outcome,) = decode(tiny.runner, None, 0, [request])
+        forced = tiny.forced(request, outcome.tokens)
+        assert choices(tiny.runner.model, forced, request.params, tiny.vocab) == list(outcome.tokens)

@@ -18,7 +18,8 @@ from training.evaluate.following import Following, Row, batches
 
 @dataclass(frozen=True)
 class DocumentCounts:
-    """Verify steps of one document; per slot, in how many it was proposed and in how many accepted.
+    """Verify steps of one document; per slot, in how many it was proposed, in how many of these all slots before it
+    were right, and in how many it was accepted.
 
     `steps` counts those without drafts too (the last token of a budget); the server's `num_drafts` is `proposed[0]`.
     """
@@ -26,6 +27,7 @@ class DocumentCounts:
     id: str
     steps: int
     proposed: tuple[int, ...]
+    reached: tuple[int, ...]
     accepted: tuple[int, ...]
 
 
@@ -64,7 +66,7 @@ class _Tally:
         self.row = row
         self._end = row.document.prompt_length + allowed(row.document)
         self._steps = 0
-        self._proposed, self._accepted = [0] * slots, [0] * slots
+        self._proposed, self._reached, self._accepted = [0] * slots, [0] * slots, [0] * slots
 
     @property
     def remaining(self) -> int:
@@ -82,12 +84,14 @@ class _Tally:
         self._steps += 1
         for slot in range(proposed):
             self._proposed[slot] += 1
+            self._reached[slot] += slot <= accepted
             self._accepted[slot] += slot < accepted
         return emitted
 
     @property
     def counts(self) -> DocumentCounts:
-        return DocumentCounts(self.row.document.id, self._steps, tuple(self._proposed), tuple(self._accepted))
+        counts = (tuple(each) for each in (self._proposed, self._reached, self._accepted))
+        return DocumentCounts(self.row.document.id, self._steps, *counts)
 
 
 def allowed(document: Document) -> int:
