@@ -153,7 +153,7 @@ def test_slots_that_no_document_reaches_are_left_out(model: Qwen35) -> None:
 
 def test_the_table_is_plain_json(model: Qwen35, documents: list[Forced]) -> None:
     text = json.dumps(judged(model, documents, student(model, 1), student(model, 2)).as_json(), allow_nan=False)
-    assert json.loads(text)["checkpoints"][1]["differences"][0]["top1"].keys() == {"value", "low", "high"}
+    assert json.loads(text)["checkpoints"][1]["differences"][0]["top1"].keys() == {"value", "low", "high", "n"}
 
 
 def test_documents_without_an_anchor_are_refused(model: Qwen35) -> None:

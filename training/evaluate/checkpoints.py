@@ -19,6 +19,7 @@ from backend.models.draft_block import DraftBlock, NativeBlock
 from backend.models.qwen3_5 import Qwen35
 from training.data import Forced
 from training.errors import TrainingError
+from training.evaluate.figures import Bootstrap, Figure, Ratio
 from training.recursion import recursive_outputs
 
 Report = Callable[[str, int, int], None]
@@ -37,15 +38,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over positions, and the interval that holds 95 % of those of redrawn documents."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class SlotFigures:
     """Of one slot, means over `positions`.
 
@@ -55,11 +47,11 @@ class SlotFigures:
     """
 
     positions: int
-    teacher_kl: Estimate
-    covered_mass: Estimate
-    top1: Estimate
-    top5: Estimate
-    gold_top1: Estimate
+    teacher_kl: Figure
+    covered_mass: Figure
+    top1: Figure
+    top5: Figure
+    gold_top1: Figure
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Judged:
     parameters_read: int
     d2t: str | None
     slots: list[SlotFigures]
-    differences: list[dict[str, Estimate]] | None
+    differences: list[dict[str, Figure]] | None
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def provenance(
                 sums[c, j, part.document] += _sums(checkpoint.block, rows, taught[j], part.gold[j], vocab)
     report("checkpoints", len(parts), len(parts))
     reached = int((sums[0, :, :, -1].sum(-1) > 0).sum())  # slots that some anchor has
-    judged = _judged(checkpoints, sums[:, :reached], _draws(len(documents), resamples, seed))
+    judged = _judged(checkpoints, sums[:, :reached], Bootstrap(len(documents), resamples, seed))
     tokens = sum(len(forced.document.tokens) - forced.document.prompt_length for forced in documents)
     return Provenance(teacher, len(documents), tokens, len(parts), judged)
 
@@ -201,32 +193,19 @@ def _sums(block: DraftBlock, rows: Tensor, taught: Tensor, gold: Tensor, vocab: 
     return total
 
 
-def _draws(documents: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """How often each redrawn set holds each document, [resamples, D]."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(documents, np.full(documents, 1 / documents), size=resamples).astype(np.float64)
+def _judged(checkpoints: Sequence[Checkpoint], sums: NDArray[np.float64], bootstrap: Bootstrap) -> list[Judged]:
+    """sums [C, K, D, F + 1] → each checkpoint's figures, and the differences to the first one's."""
 
+    def ratio(c: int, j: int, f: int) -> Ratio:
+        return sums[c, j, :, f], sums[c, j, :, -1]
 
-def _judged(checkpoints: Sequence[Checkpoint], sums: NDArray[np.float64], draws: NDArray[np.float64]) -> list[Judged]:
-    """sums [C, K, D, F + 1] → by checkpoint and slot the figures of the documents as they are and redrawn."""
-    plain = sums.sum(2)  # [C, K, F + 1]
-    redrawn = np.einsum("rd,ckdf->rckf", draws, sums)
-    with np.errstate(invalid="ignore"):  # a set none of whose documents reaches a slot says nothing of it
-        values, spread = plain[..., :-1] / plain[..., -1:], redrawn[..., :-1] / redrawn[..., -1:]
     found = []
+    slots, figures = range(sums.shape[1]), range(len(FIGURES))
     for c, checkpoint in enumerate(checkpoints):
-        slots = [
-            SlotFigures(int(plain[c, j, -1]), *_estimates(values[c, j], spread[:, c, j])) for j in range(sums.shape[1])
+        mine = [
+            SlotFigures(round(sums[c, j, :, -1].sum()), *(bootstrap.figure(ratio(c, j, f)) for f in figures))
+            for j in slots
         ]
-        over = [
-            dict(zip(FIGURES, _estimates(values[c, j] - values[0, j], spread[:, c, j] - spread[:, 0, j]), strict=True))
-            for j in range(sums.shape[1])
-        ]
-        found.append(Judged(checkpoint.name, checkpoint.parameters_read, checkpoint.d2t, slots, over if c else None))
+        over = [{FIGURES[f]: bootstrap.difference(ratio(c, j, f), ratio(0, j, f)) for f in figures} for j in slots if c]
+        found.append(Judged(checkpoint.name, checkpoint.parameters_read, checkpoint.d2t, mine, over or None))
     return found
-
-
-def _estimates(values: NDArray[np.float64], spread: NDArray[np.float64]) -> list[Estimate]:
-    """values [F], spread [resamples, F]."""
-    low, high = np.nanpercentile(spread, (2.5, 97.5), axis=0)
-    return [Estimate(float(v), float(a), float(b)) for v, a, b in zip(values, low, high, strict=True)]
