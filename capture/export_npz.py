@@ -20,8 +20,11 @@ FORMAT = "draftloop-npz"
 FORMAT_VERSION = 1
 # What a token and a document add to a shard, and what the archive's own headers take at most.
 TOKEN_BYTES = 4 + 1 + 4
-DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1
+DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1 + 8 + 4 + 4
 ARCHIVE_BYTES = 16_384
+MOST_SAMPLINGS = 10_000  # distinct parameters in a shard
+# Of a row's parameters, those that belong to one exchange alone.
+_OF_THE_EXCHANGE = {"response", "redacted"}
 
 
 def export_npz(
@@ -47,12 +50,27 @@ class _Arrays:
         self._prompt_lengths: list[int] = []
         self._ids: list[str] = []
         self._split: list[int] = []
+        self._seeds: list[int] = []
+        self._samplings: dict[str, int] = {}  # JSON → place in the list of the shard
+        self._sampling: list[int] = []
+        self._sampling_bytes = 0
+        self._builds: dict[str, int] = {}
+        self._build: list[int] = []
 
     def add(self, row: Generation, limit: int) -> bool:
         prompt, completion = (np.asarray(ids, dtype="<u4").tobytes() for ids in tokens_of(row))
         n, m = len(prompt) // 4, len(completion) // 4
-        if self._ids and self._size_with(n + m) > limit:
+        sampling = _sampling(row)
+        is_new = sampling is not None and sampling not in self._samplings
+        more = 4 * (len(sampling) + 2) if sampling is not None and is_new else 0  # numpy's text: 4 bytes a character
+        if self._ids and self._size_with(n + m, more) > limit:
             return False
+        if is_new and len(self._samplings) == MOST_SAMPLINGS:
+            return False
+        self._sampling_bytes += more
+        self._sampling.append(-1 if sampling is None else self._samplings.setdefault(sampling, len(self._samplings)))
+        self._seeds.append(row.seed if row.seed is not None and sampling is not None else 0)
+        self._build.append(self._builds.setdefault(row.build, len(self._builds)))
         # Ids are below 2**31 (records.py), so the same bytes are int32.
         self._tokens += prompt + completion
         self._loss_mask += bytes(n) + b"\x01" * m
@@ -64,13 +82,15 @@ class _Arrays:
         self._split.append(self.contents.add(row))
         return True
 
-    def _size_with(self, tokens: int) -> int:
-        """Bytes of the file after one more document of so many tokens."""
+    def _size_with(self, tokens: int, more: int) -> int:
+        """Bytes of the file after one more document of so many tokens, and so many bytes of parameters."""
         total = self._offsets[-1] + tokens
-        meta = 4 * len(json.dumps(self.contents.fingerprints()))
+        meta = 4 * len(json.dumps(self.contents.fingerprints())) + self._sampling_bytes + more
         return ARCHIVE_BYTES + meta + TOKEN_BYTES * total + DOCUMENT_BYTES * (len(self._ids) + 1)
 
     def write(self, file: IO[bytes], meta: Mapping[str, Any]) -> None:
+        sorted_builds = self.contents.fingerprints()["builds"]
+        places = np.array([sorted_builds.index(build) for build in self._builds], dtype="<i4")
         np.savez(
             file,
             tokens=np.frombuffer(self._tokens, dtype="<i4"),
@@ -80,9 +100,30 @@ class _Arrays:
             logprobs=np.frombuffer(self._logprobs, dtype="<f4"),
             doc_ids=np.array(self._ids, dtype="<U36"),
             split=np.array(self._split, dtype=np.uint8),
-            meta=np.array(json.dumps(meta)),
+            seeds=np.array(self._seeds, dtype="<u8"),
+            sampling=np.array(self._sampling, dtype="<i4"),
+            builds=places[self._build],
+            meta=np.array(json.dumps({**meta, "sampling": [json.loads(text) for text in self._samplings]})),
         )
 
 
 def _unknown(count: int) -> bytes:
     return np.full(count, np.nan, dtype="<f4").tobytes()
+
+
+def _sampling(row: Generation) -> str | None:
+    """The effective parameters as JSON; None where they and the seed do not decide every token."""
+    if row.seed is None or row.build == "upstream" or _ruled(row):
+        return None
+    return json.dumps({name: value for name, value in row.parameters.items() if name not in _OF_THE_EXCHANGE})
+
+
+def _ruled(row: Generation) -> bool:
+    """Whether a rule outside the parameters may have banned or forced tokens: a grammar, tools, a thinking budget."""
+    request, text = row.request, row.request.get("text")
+    formats = (request.get("response_format"), text.get("format") if isinstance(text, Mapping) else None)
+    return (
+        row.parameters.get("thinking_budget") is not None
+        or bool(request.get("tools") or request.get("structured_outputs"))
+        or any(isinstance(asked, Mapping) and asked.get("type") != "text" for asked in formats)
+    )

@@ -25,6 +25,7 @@ from capture.writer import CaptureWriter
 from tests.capture_rows import generation, write
 
 NAMES = {"tokens", "doc_offsets", "prompt_lengths", "loss_mask", "logprobs", "doc_ids", "split", "meta"}
+NAMES |= {"seeds", "sampling", "builds"}
 
 
 def export(path: Path, out: Path, **options: Any) -> Export:
@@ -86,6 +87,9 @@ def test_names_and_types_are_those_of_the_format(path: Path, out: Path) -> None:
         "logprobs": "float32",
         "doc_ids": "<U36",
         "split": "uint8",
+        "seeds": "uint64",
+        "sampling": "int32",
+        "builds": "int32",
     }
     assert shard["doc_offsets"].tolist() == [0, 5, 10]
     meta = json.loads(str(shard["meta"]))
@@ -312,3 +316,74 @@ def test_the_default_folder_is_named_for_the_time_and_never_taken(tmp_path: Path
         made.add(folder.name)
     assert len(made) == 3
     assert all(name.startswith("draftloop-export-2") for name in made)
+
+
+def chosen_by(out: Path) -> dict[str, tuple[int, dict[str, Any] | None, str]]:
+    """Of every document: its seed, the parameters its shard names for it, and its build."""
+    found = {}
+    for shard in shards(out):
+        meta = json.loads(str(shard["meta"]))
+        for name, seed, sampling, build in zip(
+            *(shard[key].tolist() for key in ("doc_ids", "seeds", "sampling", "builds")), strict=True
+        ):
+            parameters = meta["sampling"][sampling] if sampling >= 0 else None
+            found[name] = seed, parameters, meta["fingerprints"]["builds"][build]
+    return found
+
+
+def test_each_document_keeps_its_seed_its_parameters_and_its_build(path: Path, out: Path) -> None:
+    cold, warm = {"temperature": 0.0, "choice": 0}, {"temperature": 0.7, "choice": 1, "logit_bias": {"5": -1.5}}
+    rows = [
+        generation(seed=2**64 - 1, parameters=warm, build="torch 2"),
+        generation(seed=0, parameters=cold, build="torch 1"),
+        generation(seed=-1, parameters={**warm, "response": "the id of another row"}, build="torch 1"),
+    ]
+    export(write(path, *rows), out)
+    assert chosen_by(out) == {
+        rows[0].id: (2**64 - 1, warm, "torch 2"),
+        rows[1].id: (0, cold, "torch 1"),
+        rows[2].id: (2**64 - 1, warm, "torch 1"),
+    }
+    [shard] = shards(out)
+    assert len(json.loads(str(shard["meta"]))["sampling"]) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": None},
+        {"build": "upstream"},
+        {"parameters": {"temperature": 0.7, "thinking_budget": 16}},
+        {"request": {"messages": [], "tools": [{"type": "function", "function": {"name": "f"}}]}},
+        {"request": {"messages": [], "response_format": {"type": "json_object"}}},
+        {"request": {"messages": [], "structured_outputs": {"regex": "a+"}}},
+        {"request": {"input": "Hello", "text": {"format": {"type": "json_schema", "schema": {}}}}},
+    ],
+)
+def test_a_row_whose_tokens_parameters_and_seed_do_not_decide_has_neither(
+    path: Path, out: Path, fields: dict[str, Any]
+) -> None:
+    free = generation(request={"input": "Hello", "text": {"format": {"type": "text"}}})
+    bound = generation(**fields)
+    export(write(path, free, bound), out)
+    found = chosen_by(out)
+    assert found[free.id][:2] == (7, {"temperature": 0.7})
+    assert found[bound.id][:2] == (0, None)
+
+
+def test_a_shard_takes_so_many_different_parameters_and_no_more(
+    path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.export_npz.MOST_SAMPLINGS", 3)
+    rows = [generation(parameters={"temperature": 0.1 * (i // 2)}) for i in range(10)]
+    result = export(write(path, *rows), out)
+    assert [shard.documents for shard in result.shards] == [6, 4]
+    assert [found[1] for found in chosen_by(out).values()] == [row.parameters for row in rows]
+
+
+def test_parameters_count_for_a_shards_size(path: Path, out: Path) -> None:
+    rows = [generation(parameters={"logit_bias": {str(n): n for n in range(100 * i)}}) for i in range(1, 9)]
+    limit = 100_000
+    result = export(write(path, *rows), out, shard_bytes=limit)
+    assert len(result.shards) > 2
+    assert all(shard.bytes <= limit for shard in result.shards)
