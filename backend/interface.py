@@ -283,6 +283,20 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Verify steps of one drafter's sequences alone, with nothing beside them, at about one batch size.
+
+    So τ = 1 + accepted / sequences, and (t_draft + t_verify) = seconds / steps.
+    """
+
+    batch: int  # sequences of a step, rounded up to a power of two
+    steps: int = 0
+    sequences: int = 0  # of all the steps
+    accepted: int = 0  # draft tokens
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class DrafterStats:
     """Counters of one drafter since start (DESIGN §6); tuples are indexed by slot."""
 
@@ -315,6 +329,9 @@ class EngineStats:
     draft_tokens: int  # K of the last verify step
     drafters: tuple[DrafterStats, ...]  # one per loaded drafter, the default first
     restarts: int = 0  # of an engine that had crashed
+    drafter_states: Mapping[str, str] = field(default_factory=dict)  # of each: active, previous, canary, ...
+    canary_share: float = 0.0  # of the requests, for the one whose state is canary
+    step_times: Mapping[str, Sequence[StepTimes]] = field(default_factory=dict)  # by drafter, "none" for without any
     upstream_metrics: str = ""  # an upstream's own metrics, in Prometheus' text format, as long as they are fresh
 
 
@@ -354,14 +371,31 @@ class ChatBackend(Protocol):
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         """What each id stands for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
 
-    def promote(self, drafter: str) -> None:
+    def drafters(self) -> Mapping[str, Any]:
+        """JSON-ready: which drafter is active, previous or canary, and of each its counts; as GET /v1/drafters has it.
+
+        Raises InvalidRequest where there are no drafters, as do all methods below.
+        """
+
+    async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
+        """Load a student beside the running drafters and let it prove itself; its entry of `drafters`, and the trial.
+
+        `path`: inside the directory that the server allows. `min_acceptance`: of slot 0. Raises InvalidRequest for
+        whatever is wrong with it, and nothing has changed then; BackendUnavailable where the backend ends meanwhile.
+        """
+
+    async def unload_drafter(self, name: str) -> None:
+        """Let a drafter go, at once or after the last sequence that has it. Raises InvalidRequest."""
+
+    def promote(self, drafter: str, canary: float | None = None) -> None:
         """Make a loaded drafter, or "none", the default of the requests that come from now on.
 
-        Those that have begun keep theirs. Raises InvalidRequest for any other name, and where there are no drafters.
+        `canary`: only of that share of them, chosen by their ids. Those that have begun keep theirs. Raises
+        InvalidRequest for any other name.
         """
 
     def roll_back(self) -> None:
-        """Take the last promotion back. Raises InvalidRequest where there is none."""
+        """End the canary or else take the last promotion back. Raises InvalidRequest where there is neither."""
 
     def cancel(self, request_id: str) -> None:
         """End a running generation within one step; its iterator then yields its result event. Unknown ids: no-op."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from backend.drafters.mtp import mtp_drafter
 from backend.drafters.prediction import PredictionDrafter
 from backend.drafters.protocol import Drafter
 from backend.drafters.recursive import RecursiveDrafter
+from backend.drafters.student import load_student, student_drafter
 from backend.engine.build import build_string, describe_build
 from backend.engine.cache import PAGE, DeltaNetSlots, pages_for
 from backend.engine.draft_length import AutoDraftLength, DraftLength, FixedDraftLength
@@ -27,8 +29,7 @@ from backend.engine.speculation import Speculation
 from backend.interface import BackendError, Fingerprints
 from backend.models.config import ModelConfig
 from backend.models.hub import resolve_model
-from backend.models.qwen3_5 import Qwen35
-from backend.models.weights import load_model
+from backend.models.weights import LoadedModel, load_model
 from backend.ops.delta_replay import MAX_ROWS
 from backend.text.defaults import SamplingDefaults
 from backend.text.grammar import GrammarCompiler
@@ -55,7 +56,7 @@ class LocalOptions:
     model: str = "tiny"
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"  # auto | bfloat16 | float32
-    drafter: str = "mtp"  # mtp | none | prediction | hot_vocab:FILE
+    drafter: str = "mtp"  # mtp | none | prediction | hot_vocab:FILE | student:DIR
     further_drafters: tuple[str, ...] = ()  # loaded beside it, to be promoted or named by requests
     draft_tokens: int | Literal["auto"] = 2  # 0 … 8
     threads: int | None = None
@@ -63,11 +64,12 @@ class LocalOptions:
     max_num_seqs: int = 16
     kv_memory: float | None = None  # GiB for pages, recurrent states and snapshots; None: from what is free
     prefix_cache: bool = True
+    drafter_dir: str | None = None  # students may be loaded from it while serving
     name: str | None = None
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Of all drafters, the kind and, after a colon, the file; the default first, "none" left out."""
+        """Of all drafters, the kind and, after a colon, where it is; the default first, "none" left out."""
         return tuple(name for name in (self.drafter, *self.further_drafters) if name != "none")
 
 
@@ -107,16 +109,16 @@ def load(options: LocalOptions) -> Loaded:
     with_mtp = "mtp" in kinds or "hot_vocab" in kinds
     loaded = load_model(directory, device, dtype, with_mtp=with_mtp)
     runner = Runner(loaded.model)
-    drafters = [_drafter(name, loaded.model, loaded.drafter, tokenizer) for name in options.drafters]
+    drafters = _drafters(options, loaded, tokenizer)
     with torch.inference_mode():
         report = probe(runner)
-        memory, snapshots = _memory(runner, options, blocks=int(with_mtp))
-        for drafter in drafters:
+        memory, snapshots = _memory(runner, options, drafters.values())
+        for drafter in drafters.values():
             if isinstance(drafter, RecursiveDrafter):
                 for module in drafter.draft_block.own:
                     settle(module, report.tiles)
             drafter.attach(memory)
-    default = drafters[0] if drafters and options.drafter != "none" else None
+    default = next(iter(drafters.values())) if options.drafter != "none" else None
     build = describe_build(runner, report)
     fingerprints = Fingerprints(
         weights=loaded.weights,
@@ -129,7 +131,7 @@ def load(options: LocalOptions) -> Loaded:
     loop = Loop(Speculation(runner, memory, _lengths(options)), Scheduler(memory, options.max_num_seqs, prefix))
     return Loaded(
         loop=loop,
-        drafters={drafter.name: drafter for drafter in drafters},
+        drafters=drafters,
         default=default,
         tokenizer=tokenizer,
         grammars=GrammarCompiler(tokenizer),
@@ -142,24 +144,38 @@ def load(options: LocalOptions) -> Loaded:
 
 
 def _lengths(options: LocalOptions) -> DraftLength:
-    if not options.drafters:
+    if not options.drafters and options.drafter_dir is None:
         return FixedDraftLength(0)
     if options.draft_tokens == "auto":
         return AutoDraftLength(MOST_DRAFTS)
     return FixedDraftLength(options.draft_tokens)
 
 
-def _drafter(name: str, model: Qwen35, block: str, tokenizer: ChatTokenizer) -> Drafter:
-    kind, _, file = name.partition(":")
+def _drafters(options: LocalOptions, loaded: LoadedModel, tokenizer: ChatTokenizer) -> dict[str, Drafter]:
+    """By name, the default first."""
+    drafters: dict[str, Drafter] = {}
+    for given in options.drafters:
+        drafter = _drafter(given, loaded, tokenizer)
+        if drafter.name in drafters:
+            raise BackendError(f"two drafters are named {drafter.name!r}, the second of them {given}")
+        drafters[drafter.name] = drafter
+    return drafters
+
+
+def _drafter(given: str, loaded: LoadedModel, tokenizer: ChatTokenizer) -> Drafter:
+    kind, _, path = given.partition(":")
     if kind == "mtp":
-        return mtp_drafter(model, block)
+        return mtp_drafter(loaded.model, loaded.drafter)
     if kind == "prediction":
         return PredictionDrafter()
-    hot = HotVocab.load(Path(file), tokenizer.fingerprint, model.config.vocab_size)
-    return hot_vocab_drafter(model, block, hot)
+    if kind == "student":
+        student = load_student(Path(path).expanduser(), loaded.model, loaded.weights, tokenizer.fingerprint)
+        return student_drafter(loaded.model, student)
+    hot = HotVocab.load(Path(path), tokenizer.fingerprint, loaded.config.vocab_size)
+    return hot_vocab_drafter(loaded.model, loaded.drafter, hot)
 
 
-def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory, int]:
+def _memory(runner: Runner, options: LocalOptions, drafters: Iterable[Drafter]) -> tuple[Memory, int]:
     """The sequences' memory, and the bytes that snapshots of recurrent states may take.
 
     No more than the longest sequences could use together is taken, twice over for what the prefix cache keeps.
@@ -167,7 +183,9 @@ def _memory(runner: Runner, options: LocalOptions, blocks: int) -> tuple[Memory,
     config, slots = runner.model.config, options.max_num_seqs
     longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     state = DeltaNetSlots(config, 1, runner.device, runner.dtype).slot_bytes
-    page = page_bytes(config, runner.dtype, blocks)
+    # Drafters of one block share its keys and values.
+    blocks = {one.block: one.draft_block for one in drafters if isinstance(one, RecursiveDrafter)}
+    page = page_bytes(config, runner.dtype, [(block.kv_heads, block.head_dim) for block in blocks.values()])
     budget = _free_bytes(runner.device) if options.kv_memory is None else int(options.kv_memory * GIB)
     left = budget - state * slots
     snapshots = int(left * _SNAPSHOT_SHARE) if options.prefix_cache else 0

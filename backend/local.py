@@ -15,7 +15,6 @@ from typing import Any
 
 from backend.answer import Answer
 from backend.constraints import constraint
-from backend.default_drafter import DefaultDrafter
 from backend.drafters.prediction import PredictionState
 from backend.drafters.protocol import Drafter
 from backend.engine.engine import Engine
@@ -23,7 +22,6 @@ from backend.engine.loop import Loop
 from backend.engine.parameters import PENALTIES, SamplingParams
 from backend.engine.sampling import Sampler
 from backend.engine.sequence import Emission, Sequence
-from backend.engine.speculation import GRAMMAR, PREDICTION
 from backend.engine.statistics import SpeculationCounts
 from backend.interface import (
     BackendError,
@@ -35,6 +33,7 @@ from backend.interface import (
     ModelInfo,
     SamplingRequest,
 )
+from backend.live_drafters import LiveDrafters
 from backend.loading import MOST_DRAFTS, Loaded, LocalOptions, load
 from backend.text.answer import AnswerText
 from backend.text.phases import Matcher
@@ -44,7 +43,7 @@ from backend.text.untrusted import strings
 DEFAULT_MAX_TOKENS = 16384
 LONG_TEXT = 2**20  # characters; tokenizing a text takes a hundred times its size in memory
 MOST_PROMPT_LOGPROBS = 2**20  # of one request, alternatives included
-_KINDS = ("mtp", "none", "prediction", "hot_vocab")
+_KINDS = ("mtp", "none", "prediction", "hot_vocab", "student")
 
 
 class LocalBackend:
@@ -53,27 +52,32 @@ class LocalBackend:
     def __init__(self, options: LocalOptions) -> None:
         kinds = [name.partition(":")[0] for name in (options.drafter, *options.further_drafters)]
         if unknown := [kind for kind in kinds if kind not in _KINDS]:
-            raise BackendError(f"unknown drafter {unknown[0]!r}: expected mtp, none, prediction or hot_vocab:FILE")
+            raise BackendError(
+                f"unknown drafter {unknown[0]!r}: expected mtp, none, prediction, hot_vocab:FILE or student:DIR"
+            )
         if options.draft_tokens != "auto" and not 0 <= options.draft_tokens <= MOST_DRAFTS:
             raise BackendError(f"draft_tokens is {options.draft_tokens}: expected auto or 0 to {MOST_DRAFTS}")
         self._options = options
-        self._default = DefaultDrafter(kinds[0])  # a promotion outlives an engine that is started anew
         self._loaded: Loaded | None = None
         self._encoding: set[str] = set()  # requests still wanted whose prompt is being made: the engine knows none yet
         self._long_text = asyncio.Lock()
         slots = MOST_DRAFTS if options.draft_tokens == "auto" else options.draft_tokens
-        sources = dict.fromkeys([name.partition(":")[0] for name in options.drafters] + [PREDICTION, GRAMMAR])
-        self._counts = SpeculationCounts(sources, slots)
+        self._counts = SpeculationCounts((), slots)
         self._engine = Engine(self._load, self._counts)
+        self._drafters = LiveDrafters(options.drafter_dir, self._engine, self._counts)
 
     def _load(self) -> Loop:
-        self._loaded = load(self._options)
-        return self._loaded.loop
+        loaded = load(self._options)
+        self._drafters.adopt(loaded.drafters, loaded.default)
+        loaded.loop.speculation.watch = self._drafters.watch
+        self._loaded = replace(loaded, drafters={}, default=None)  # they are not to outlive their unloading
+        return loaded.loop
 
     async def start(self) -> None:
         await asyncio.to_thread(self._engine.start)
 
     async def close(self) -> None:
+        self._drafters.close()
         await asyncio.to_thread(self._engine.close)
 
     def ready(self) -> bool:
@@ -96,11 +100,11 @@ class LocalBackend:
         return min(self._options.max_model_len or longest, longest)
 
     def info(self) -> ModelInfo:
-        loaded, drafter = self._ready, self._drafter()
+        loaded, drafter = self._ready, self._drafters.active
         return ModelInfo(
             name=self._options.name or self._options.model,
             max_model_len=self.max_model_len,
-            drafter=self._default.name,
+            drafter=self._drafters.default.name,
             draft_tokens=self._options.draft_tokens if drafter else 0,
             fingerprints=replace(loaded.fingerprints, drafter=drafter.fingerprint if drafter else "none"),
             build=loaded.build,
@@ -111,7 +115,7 @@ class LocalBackend:
 
     def stats(self) -> EngineStats:
         loop = self._ready.loop
-        prefix = loop.scheduler.prefix
+        prefix, default, states = loop.scheduler.prefix, self._drafters.default, self._drafters.states()
         return EngineStats(
             running=len(loop.scheduler.running),
             waiting=self._engine.waiting,
@@ -120,8 +124,11 @@ class LocalBackend:
             prefix_cache_hits=prefix.hits if prefix is not None else 0,
             preemptions=loop.scheduler.preemptions,
             draft_tokens=loop.speculation.draft_tokens,
-            drafters=tuple(sorted(self._counts.snapshot(), key=lambda one: one.drafter != self._default.name)),
+            drafters=tuple(sorted(self._counts.snapshot(), key=lambda one: one.drafter != default.name)),
             restarts=self._engine.restarts,
+            drafter_states=states,
+            canary_share=default.canary.share if default.canary else 0.0,
+            step_times={name: self._counts.times(name) for name in states},
         )
 
     def engine(self) -> Mapping[str, Any]:
@@ -134,8 +141,10 @@ class LocalBackend:
             "restarts": self._engine.restarts,
             "preemptions": scheduler.preemptions,
             "draft_tokens": {"asked": self._options.draft_tokens, "now": loaded.loop.speculation.draft_tokens},
-            "drafters": {name: drafter.fingerprint for name, drafter in loaded.drafters.items()},
-            "default_drafters": self._default.as_json(),
+            "drafters": self._drafters.fingerprints(),
+            "drafter_states": self._drafters.states(),
+            "default_drafters": self._drafters.default.as_json(),
+            "canary": self._drafters.canary(),
             "pages": {"total": table.total, "free": table.free, "held_by_running": scheduler.usage},
             "prefix_cache": {
                 "snapshots": len(prefix),
@@ -147,20 +156,27 @@ class LocalBackend:
             else None,
         }
 
-    def promote(self, drafter: str) -> None:
-        self._drafter(drafter)
-        self._default.promote(drafter)
+    def drafters(self) -> Mapping[str, Any]:
+        return self._swap.as_json()
+
+    async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
+        return await self._swap.load(self._ready, path, name, min_acceptance)
+
+    async def unload_drafter(self, name: str) -> None:
+        await self._swap.unload(name)
+
+    def promote(self, drafter: str, canary: float | None = None) -> None:
+        self._swap.promote(drafter, canary)
 
     def roll_back(self) -> None:
-        self._default.roll_back()
+        self._swap.default.roll_back()
 
-    def _drafter(self, name: str | None = None) -> Drafter | None:
-        """The drafter of that name, or the default one; None is the one that drafts nothing."""
-        drafters = self._ready.drafters
-        if name is not None and name != "none" and name not in drafters:
-            known = ", ".join([*drafters, "none"])
-            raise InvalidRequest(f"There is no drafter {name!r} here, only {known}.", param="drafter")
-        return drafters.get(self._default.name if name is None else name)
+    @property
+    def _swap(self) -> LiveDrafters:
+        """The drafters, once there are any. Raises BackendUnavailable."""
+        if self._loaded is None:
+            raise BackendUnavailable("the model is still loading")
+        return self._drafters
 
     def cancel(self, request_id: str) -> None:
         self._encoding.discard(request_id)
@@ -189,13 +205,20 @@ class LocalBackend:
         loop = asyncio.get_running_loop()
         emissions: asyncio.Queue[Emission] = asyncio.Queue()
 
+        def arrive(emission: Emission) -> None:
+            emissions.put_nowait(emission)
+            if emission.finish:
+                self._drafters.let_go(drafter)
+
         def deliver(emission: Emission) -> None:
             with suppress(RuntimeError):  # the loop is gone: so is whoever would read it
-                loop.call_soon_threadsafe(emissions.put_nowait, emission)
+                loop.call_soon_threadsafe(arrive, emission)
 
-        sequence = self._sequence(request, prompt, matcher, deliver)
+        drafter = self._drafters.of(request.id, request.drafter)
+        sequence = self._sequence(request, prompt, matcher, drafter, deliver)
         sequence.cancelled = not wanted
         self._engine.submit(sequence)
+        self._drafters.hold(drafter)  # before anything of it can arrive here
         answer = Answer(loaded, prompt, sequence, request)
         try:
             while True:
@@ -237,6 +260,7 @@ class LocalBackend:
         request: ChatRequest,
         prompt: Prompt,
         matcher: Matcher | None,
+        drafter: Drafter | None,
         deliver: Callable[[Emission], None],
     ) -> Sequence:
         loaded, asked = self._ready, request.sampling
@@ -264,7 +288,6 @@ class LocalBackend:
                 param="logprobs",
             )
         params = self._params(asked, prompt)
-        drafter = self._drafter(request.drafter)
         predicted = loaded.tokenizer.plain(request.prediction) if request.prediction else None
         return Sequence(
             id=request.id,

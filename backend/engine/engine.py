@@ -1,4 +1,4 @@
-"""The engine thread: it alone touches the model. Requests come in through a queue, emissions leave by callback.
+"""The engine thread: it alone touches what sequences hold. Requests come in by a queue, emissions leave by callback.
 
 Each turn: take what arrived → admit in order → one prompt chunk at most → one verify step of all that decode. A turn
 that breaks ends everything that was asked for; the engine then begins anew with an empty memory, once.
@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,6 +25,31 @@ MOST_RESTARTS = 1  # what breaks twice is not put right by a third try in the sa
 log = logging.getLogger(__name__)
 
 Loader = Callable[[], Loop]
+T = TypeVar("T")
+
+
+class _Call(Generic[T]):
+    """Something to be run on the engine thread, and its outcome."""
+
+    def __init__(self, work: Callable[[Loop], T]) -> None:
+        self._work, self.done = work, Future[T]()
+
+    def run(self, loop: Loop) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work(loop)
+        except torch.AcceleratorError as error:
+            self.done.set_exception(error)
+            raise  # the device is lost to everybody
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
+
+    def refuse(self, error: BackendError) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
 
 
 class Engine:
@@ -31,7 +57,7 @@ class Engine:
 
     def __init__(self, load: Loader, counts: SpeculationCounts) -> None:
         self._load = load
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence | _Call[Any] | None] = queue.SimpleQueue()
         self._loop: Loop | None = None
         self._known: dict[str, Sequence] = {}
         # Whoever ends admission holds it, so that no sequence slips in behind the drain and waits for ever.
@@ -59,11 +85,21 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence; its `on_emission` hears of everything after. Raises BackendUnavailable when closed."""
         with self._admission:
-            if self._closing or self._failure:
-                raise BackendUnavailable(str(self._failure or "the engine is shutting down"))
+            self._refuse_if_over()
             sequence.on_emission = self._behind_the_books(sequence)
             self._known[sequence.id] = sequence
             self._inbox.put(sequence)
+
+    def call(self, work: Callable[[Loop], T]) -> Future[T]:
+        """Run something short on the engine thread, between two turns; its result, or what it raised, in the future.
+
+        Raises BackendUnavailable when closed; what is not begun before the engine ends or breaks gets that as well.
+        """
+        with self._admission:
+            self._refuse_if_over()
+            call = _Call(work)
+            self._inbox.put(call)
+        return call.done
 
     def cancel(self, sequence_id: str) -> None:
         """End a sequence before its next step; unknown ids do nothing."""
@@ -142,22 +178,30 @@ class Engine:
         with self._admission:
             self._failure = error if isinstance(error, BackendError) else BackendError(f"{what}: {error}")
 
+    def _refuse_if_over(self) -> None:
+        if self._closing or self._failure:
+            raise BackendUnavailable(str(self._failure or "the engine is shutting down"))
+
     def _receive(self, loop: Loop, block: bool) -> None:
         while True:
             try:
-                sequence = self._inbox.get(block=block)
+                came = self._inbox.get(block=block)
             except queue.Empty:
                 return
             block = False
-            if sequence is not None:
-                loop.add(sequence)
+            if isinstance(came, Sequence):
+                loop.add(came)
+            elif came is not None:
+                came.run(loop)
 
     def _drain(self) -> None:
         """End whatever is known, wherever it is; nothing new comes in meanwhile."""
         for sequence in list(self._known.values()):
             self._end(sequence)
         while not self._inbox.empty():
-            self._inbox.get()
+            left = self._inbox.get()
+            if isinstance(left, _Call):
+                left.refuse(BackendUnavailable(str(self._failure or "the engine is shutting down")))
 
     def _end(self, sequence: Sequence) -> None:
         try:

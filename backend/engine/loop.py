@@ -26,7 +26,7 @@ class Loop:
         speculation = self.speculation
         speculation.memory.renew()
         self.scheduler = self.scheduler.renewed()
-        self.speculation = Speculation(speculation.runner, speculation.memory, speculation.lengths)
+        self.speculation = Speculation(speculation.runner, speculation.memory, speculation.lengths, speculation.watch)
 
     @property
     def busy(self) -> bool:

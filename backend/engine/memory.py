@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +35,27 @@ class Memory:
     def block(self, fingerprint: str, heads: int, head_dim: int) -> KeyValuePages:
         """Keys and values of a drafter's block (one attention layer, 0), shared by all that have that block."""
         if fingerprint not in self._blocks:
-            self._blocks[fingerprint] = self._pool([0], heads, head_dim)
+            self._blocks[fingerprint] = self.new_block(heads, head_dim)
         return self._blocks[fingerprint]
+
+    def has_block(self, fingerprint: str) -> bool:
+        return fingerprint in self._blocks
+
+    def new_block(self, heads: int, head_dim: int) -> KeyValuePages:
+        """Room for a block's keys and values that nobody uses yet; on any thread, for it takes its time."""
+        return self._pool([0], heads, head_dim)
+
+    def block_bytes(self, heads: int, head_dim: int) -> int:
+        """Of one block's keys and values in all pages."""
+        return 2 * heads * head_dim * self._pages * PAGE * self._dtype.itemsize
+
+    def add_block(self, fingerprint: str, pool: KeyValuePages) -> None:
+        """Use `new_block`'s room for that block; without effect where it has some."""
+        self._blocks.setdefault(fingerprint, pool)
+
+    def drop_block(self, fingerprint: str) -> None:
+        """Let a block's keys and values go, which no drafter will ask for any more."""
+        self._blocks.pop(fingerprint, None)
 
     def take(self, pages: list[int]) -> None:
         """Append a page, zeroed. Raises IndexError when none is free."""
@@ -70,8 +90,8 @@ class Place:
     slot: int | None = None
 
 
-def page_bytes(config: ModelConfig, dtype: torch.dtype, blocks: int) -> int:
-    """Of one page with everything in it, `blocks` drafter blocks included."""
-    attention = sum(kind == "full_attention" for kind in config.layer_types)
-    keys_and_values = 2 * config.num_key_value_heads * config.head_dim * (attention + blocks)
+def page_bytes(config: ModelConfig, dtype: torch.dtype, blocks: Iterable[tuple[int, int]]) -> int:
+    """Of one page with everything in it. `blocks`: key heads and their width of each drafter block."""
+    layers = [(config.num_key_value_heads, config.head_dim) for kind in config.layer_types if kind == "full_attention"]
+    keys_and_values = sum(2 * heads * head_dim for heads, head_dim in (*layers, *blocks))
     return PAGE * (keys_and_values + config.hidden_size) * dtype.itemsize

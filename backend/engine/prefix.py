@@ -103,6 +103,11 @@ class PrefixCache:
                 break
         return True
 
+    def forget_block(self, block: str) -> None:
+        """No snapshot has a drafter block's rows any more: they have been let go."""
+        for snapshot in self._snapshots.values():
+            snapshot.blocks.discard(block)
+
     def clear(self) -> None:
         for key in list(self._snapshots):
             self._drop(key)

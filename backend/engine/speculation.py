@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from backend.engine.runner import Runner
 from backend.engine.sampling import SamplerBatch, leading
 from backend.engine.sequence import Emission, EmittedToken
 from backend.engine.sequence import Sequence as Running
+from backend.engine.statistics import TimedStep
 from backend.interface import BackendError, GenerationFailed, Step
 from backend.ops.delta_replay import MAX_ROWS
 
@@ -40,8 +41,11 @@ class _Blocks:
 class Speculation:
     """A runner over one memory, and the draft length in force. Call under `torch.inference_mode()`."""
 
-    def __init__(self, runner: Runner, memory: Memory, lengths: DraftLength) -> None:
-        self.runner, self.memory, self.lengths = runner, memory, lengths
+    def __init__(
+        self, runner: Runner, memory: Memory, lengths: DraftLength, watch: Callable[[TimedStep], None] | None = None
+    ) -> None:
+        """`watch` hears of every step of one drafter's sequences (or of sequences without one) that ran alone."""
+        self.runner, self.memory, self.lengths, self.watch = runner, memory, lengths, watch
         self.draft_tokens = 0  # K of the last step
 
     def prefill(self, sequence: Running, rows: int) -> None:
@@ -91,6 +95,7 @@ class Speculation:
         began = time.perf_counter()
         alone = alone and all(sequence.replayed == len(sequence.tokens) - 1 for sequence in batch)  # none runs again
         before = [len(sequence.steps) for sequence in batch]
+        drafters = {sequence.drafter.name if sequence.drafter else "none" for sequence in batch}
         self.draft_tokens = self.lengths.choose(len(batch))
         blocks = self._blocks(batch, self.draft_tokens)
         logits, hidden, chosen, chosen_logprobs = self._verify(batch, blocks)
@@ -110,6 +115,11 @@ class Speculation:
         seconds = time.perf_counter() - began if alone else None
         outcomes = [step for sequence, n in zip(batch, before, strict=True) for step in sequence.steps[n:]]
         self.lengths.observe(len(batch), self.draft_tokens, seconds, outcomes)
+        # One that has failed meanwhile did not do all of it, and its drafter may not be told any more.
+        if self.watch and seconds and len(drafters) == 1 and len(outcomes) == len(batch):
+            (drafter,) = drafters
+            if {source for source in blocks.sources if source != "none"} <= {drafter}:
+                self.watch(TimedStep(drafter, len(batch), sum(step.accepted for step in outcomes), seconds))
 
     def _verify(self, batch: Sequence[Running], blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [B, R, V], hidden states [B, R, H], the target's tokens [B, R] and their logprobs.

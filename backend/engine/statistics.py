@@ -1,4 +1,5 @@
-"""Counters of the engine: each drafter's slots since start and over the last minute (law L5: DESIGN §6 names them).
+"""Counters of the engine: each drafter's slots since start and over the last minute (law L5: DESIGN §6 names them),
+and what the steps took that it alone had.
 
 Knows no tensor and no request, only verify steps.
 """
@@ -9,33 +10,75 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from backend.interface import DrafterStats, Step
+from backend.interface import DrafterStats, Step, StepTimes
 
 WINDOW_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A verify step whose `batch` sequences all had this drafter, and beside which nothing ran: t_draft + t_verify."""
+
+    drafter: str  # "none" is one that drafts nothing
+    batch: int
+    accepted: int  # draft tokens, of all its sequences
+    seconds: float
 
 
 class SpeculationCounts:
     """P_s and A_s per drafter and slot; written by the engine thread, read by any.
 
-    `drafters`: the names that are counted, in the order of `snapshot`. `slots`: the most a step
-    drafts.
+    `drafters`: the names that are counted at first, in the order of `snapshot`. `slots`: the most a step drafts.
     """
 
     def __init__(self, drafters: Iterable[str], slots: int) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._slots = threading.Lock(), slots
         self._counts = {name: _Counts(slots) for name in drafters}
+        self._times: dict[str, dict[int, StepTimes]] = {}
+
+    def begin(self, drafter: str) -> None:
+        """Count for one more drafter, after the others; one that is counted goes on as it is."""
+        with self._lock:
+            self._counts.setdefault(drafter, _Counts(self._slots))
+
+    def forget(self, drafter: str) -> None:
+        """Count for it no more: none of its sequences runs."""
+        with self._lock:
+            self._counts.pop(drafter, None)
+            self._times.pop(drafter, None)
 
     def add(self, drafter: str, step: Step) -> None:
         """Count one sequence's verify step: slot s was proposed iff drafted > s, accepted iff accepted > s.
 
-        Raises KeyError for a drafter that was not named at construction, IndexError for more drafts than slots.
+        Raises KeyError for a drafter that is not counted, IndexError for more drafts than slots.
         """
         with self._lock:
             self._counts[drafter].add(step, time.monotonic())
 
+    def add_timed(self, step: TimedStep) -> None:
+        """Count what a step took, under its drafter and its batch rounded up to a power of two."""
+        bucket = 1 << (step.batch - 1).bit_length()
+        with self._lock:
+            of = self._times.setdefault(step.drafter, {})
+            known = of.get(bucket, StepTimes(bucket))
+            of[bucket] = StepTimes(
+                batch=bucket,
+                steps=known.steps + 1,
+                sequences=known.sequences + step.batch,
+                accepted=known.accepted + step.accepted,
+                seconds=known.seconds + step.seconds,
+            )
+
+    def times(self, drafter: str) -> tuple[StepTimes, ...]:
+        """What the steps took that this drafter alone had ("none": those without any), the smallest batches first."""
+        with self._lock:
+            of = self._times.get(drafter, {})
+            return tuple(of[bucket] for bucket in sorted(of))
+
     def snapshot(self) -> tuple[DrafterStats, ...]:
-        """One for each drafter named at construction, zeros included; all as of one moment."""
+        """One for each drafter that is counted, zeros included; all as of one moment."""
         with self._lock:
             now = time.monotonic()
             return tuple(counts.stats(name, now) for name, counts in self._counts.items())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from backend.models.forms import Form
-from backend.models.layers import Linear
+from backend.models.layers import Linear, weights_of
 from backend.models.qwen3_5 import Qwen35
 
 
@@ -32,6 +32,10 @@ class DraftBlock(Protocol):
     @property
     def own(self) -> Sequence[nn.Module]:
         """Modules that are not the trunk's: to be made ready to decode with."""
+
+    @property
+    def parameters_read(self) -> int:
+        """Weights that one draft step reads, but for the one row of the trunk's embedding."""
 
     def __call__(self, embedded: Tensor, hidden: Tensor, form: Form) -> Tensor:
         """embedded, hidden [B, T, H] → output rows [B, T, w]."""
@@ -70,6 +74,10 @@ class NativeBlock:
     @property
     def own(self) -> list[nn.Module]:
         return [] if self.rows is None else [self.rows]
+
+    @property
+    def parameters_read(self) -> int:
+        return weights_of(self._mtp) + weights_of(self._model.lm_head if self.rows is None else self.rows)
 
     def __call__(self, embedded: Tensor, hidden: Tensor, form: Form) -> Tensor:
         out: Tensor = self._mtp(embedded, hidden, form)

@@ -270,6 +270,15 @@ def products(model: nn.Module) -> Iterator[Linear | Joined]:
             yield module
 
 
+def weights_of(module: nn.Module) -> int:
+    """How many it computes with, also after `prepare` has let their plain form go."""
+    count = 0
+    for one in module.modules():
+        own = one.parameters(recurse=False)
+        count += one.inputs * one.outputs if isinstance(one, Linear) else sum(parameter.numel() for parameter in own)
+    return count
+
+
 @torch.no_grad()
 def prepare(model: nn.Module, keep: Sequence[Linear] = ()) -> None:
     """Make it ready to decode with weights that will not change: products joined and packed, constants computed once.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backend.models.config import ModelConfig
 from backend.models.forms import Form
-from backend.models.layers import DecoderLayer, Linear, Norm
+from backend.models.layers import DecoderLayer, Linear, Norm, weights_of
 from backend.ops.rope import rotary_tables
 
 PRESETS = ("sv", "sv-slim")
@@ -154,4 +154,4 @@ class StudentBlock(nn.Module):
     @property
     def parameters_read(self) -> int:
         """Weights read per draft step: all of them (the embedding's one row left out, as for the native head)."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        return weights_of(self)

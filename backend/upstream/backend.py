@@ -181,7 +181,16 @@ class UpstreamBackend:
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         raise InvalidRequest("The tokenizer is the upstream's; this server has none.")
 
-    def promote(self, drafter: str) -> None:
+    def drafters(self) -> Mapping[str, Any]:
+        raise _no_drafters()
+
+    async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
+        raise _no_drafters()
+
+    async def unload_drafter(self, name: str) -> None:
+        raise _no_drafters()
+
+    def promote(self, drafter: str, canary: float | None = None) -> None:
         raise _no_drafters()
 
     def roll_back(self) -> None:
