@@ -372,10 +372,7 @@ class ChatBackend(Protocol):
         """What each id stands for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
 
     def drafters(self) -> Mapping[str, Any]:
-        """JSON-ready: which drafter is active, previous or canary, and of each its counts; as GET /v1/drafters has it.
-
-        Raises InvalidRequest where there are no drafters, as do all methods below.
-        """
+        """As GET /v1/drafters has them. Raises InvalidRequest where there are none, as all methods below do."""
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
         """Load a student beside the running drafters and let it prove itself; its entry of `drafters`, and the trial.
