@@ -16,7 +16,7 @@ from sqlite_utils import Database
 
 from capture.migrations import schema_version, upgrade
 from capture.records import CaptureError
-from capture.store import WRITER_BUSY_SECONDS, connect, file_error, wal_path
+from capture.store import WRITER_BUSY_SECONDS, connect, file_error
 
 Synchronous = Literal["FULL", "NORMAL"]
 Identity = tuple[tuple[int, int] | None, ...]
@@ -52,9 +52,9 @@ def open_for_writing(path: Path, synchronous: Synchronous, busy_seconds: float =
     return db
 
 
-def identity(path: Path) -> Identity:
-    """Which files stand at the path and at that of its log; equal as long as nobody deletes or replaces them."""
-    return tuple(_inode(file) for file in (path, wal_path(path)))
+def identity(path: Path, log: Path) -> Identity:
+    """Which files stand at a path and at that of its log; equal as long as nobody deletes or replaces them."""
+    return _inode(path), _inode(log)
 
 
 def _inode(file: Path) -> tuple[int, int] | None:

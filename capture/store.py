@@ -206,6 +206,11 @@ class Store:
                 raise
             return [str(error)]
 
+    def miscounted(self) -> Sequence[str]:
+        """What the figures that `stats` tells of the whole file say otherwise than its rows."""
+        with self.snapshot():
+            return [*totals.differences(self._db)]
+
     def sampled(self, sample: Sample, *, where: str, arguments: Sequence[Any] = ()) -> tuple[str, list[Any]]:
         """A condition that holds for the sample's rows alone of those that meet `where`, and its arguments."""
         if sample.share is not None:

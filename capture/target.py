@@ -15,7 +15,7 @@ from sqlite_utils import Database
 
 from capture.changing import writing
 from capture.opening import Identity, Synchronous, identity, open_for_writing
-from capture.records import CaptureError, RecordError
+from capture.records import COLUMNS, CaptureError, RecordError
 from capture.store import wal_path
 
 LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -39,6 +39,9 @@ LOG_BYTES = 4 << 20
 LONG_LOG_BYTES = 32 << 20
 RESTART_SECONDS = 0.25
 RESTART_EVERY_SECONDS = 5.0
+# Written out: sqlite-utils' own insert asks for the table's columns and keys before every row, and each statement is
+# a turn in which this thread gives the interpreter away and waits for it.
+INSERT = f"INSERT INTO generations ({', '.join(COLUMNS)}) VALUES ({', '.join(f':{name}' for name in COLUMNS)})"
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class Target:
         self.path = path
         self._synchronous = synchronous
         self._db: Database | None = None
+        self._log = path  # the one that SQLite writes, wherever the path leads
         self._identity: Identity = ()
         self._moved: list[Database] = []  # files that stood here once; a read holds the rows in their logs back
         self._unmoved = 0  # bytes of rows that went into the log since it was last moved into the file
@@ -101,7 +105,7 @@ class Target:
         if self._db is None:
             return
         try:
-            size, now = wal_path(self.path).stat().st_size, time.monotonic()
+            size, now = self._log.stat().st_size, time.monotonic()
             if size >= LONG_LOG_BYTES and now - self._restart_tried >= RESTART_EVERY_SECONDS:
                 self._restart_tried = now
                 if not _emptied(self._db, RESTART_SECONDS):
@@ -132,10 +136,11 @@ class Target:
         _wait_at_most(db, SLICE_SECONDS)
         db.execute("PRAGMA wal_autocheckpoint = 0")  # the answers need not wait for it: `tidy` follows them
         db.execute("SELECT 1 FROM sqlite_master").fetchone()  # the log is there from the first read on
-        self._db, self._identity = db, identity(self.path)
+        self._db, self._log = db, wal_path(self.path)
+        self._identity = identity(self.path, self._log)
 
     def _require_in_place(self, db: Database) -> None:
-        found = identity(self.path)
+        found = identity(self.path, self._log)
         if found == self._identity:
             return
         # Its log will not be found beside it, or not under its name.
@@ -174,11 +179,10 @@ def passes(error: Exception) -> bool:
 
 def _insert(db: Database, rows: Sequence[Row], again: bool) -> dict[int, RecordError]:
     refused: dict[int, RecordError] = {}
-    table = db["generations"]
     with writing(db):
         for i, row in enumerate(rows):
             try:
-                table.insert(dict(row))
+                db.execute(INSERT, row)
             except Exception as error:
                 if passes(error) or not db.conn.in_transaction:
                     raise

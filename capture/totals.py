@@ -6,6 +6,7 @@ Knows the columns they are made of; knows nothing of what the figures mean. What
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from sqlite_utils import Database
 
@@ -69,5 +70,32 @@ def tokens(db: Database) -> tuple[int, int]:
 
 def steps(db: Database) -> Iterator[tuple[str, int, int, int]]:
     """Drafter, tokens drafted, tokens accepted, and how many verify steps were so."""
-    for drafter, step, count in db.execute("SELECT drafter, step, count FROM step_totals WHERE count > 0"):
+    query = "SELECT drafter, step, count FROM step_totals WHERE count > 0 AND length(step) = 2"
+    for drafter, step, count in db.execute(query):
         yield drafter, step[0], step[1], count
+
+
+def differences(db: Database) -> Iterator[str]:
+    """What the totals say that the rows, all of them read for it, do not. Both as of one moment in a transaction."""
+    kept = "SELECT drafter, status, finish_reason, rows, prompt_tokens, completion_tokens FROM totals"
+    sizes = [f"sum(coalesce(length({name}) / 4, 0))" for name in ("prompt_tokens", "completion_tokens")]
+    held = f"drafter, status, coalesce(finish_reason, 'none'), count(*), {', '.join(sizes)} FROM generations"
+    for key, told, found in _unequal(db, kept, f"SELECT {held} GROUP BY 1, 2, 3", 3):
+        for name, one, other in zip(("rows", "prompt tokens", "completion tokens"), told, found, strict=True):
+            if one != other:
+                yield f"its totals tell {one} {name} of {' / '.join(key)}, and it holds {other}"
+    kept = "SELECT drafter, step, count FROM step_totals"
+    held = f"drafter, substr(steps, 2 * key + 1, 2), count(*) FROM generations, {_STEPS.format('generations')}"
+    query = f"SELECT {held} WHERE length(steps) > 0 GROUP BY 1, 2"
+    for (drafter, step), (one,), (other,) in _unequal(db, kept, query, 2):
+        what = f"verify steps of {drafter} that drafted and accepted {', '.join(map(str, step))}"
+        yield f"its totals tell {one} {what}, and it holds {other}"
+
+
+def _unequal(db: Database, kept: str, held: str, keys: int) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Each key, with its figures as kept and as held, where they are not equal; the figures of no row are all 0."""
+    told, found = ({tuple(row[:keys]): tuple(row[keys:]) for row in db.execute(query)} for query in (kept, held))
+    for key in sorted(told.keys() | found.keys()):
+        zeros = (0,) * len(told.get(key) or found[key])
+        if told.get(key, zeros) != found.get(key, zeros):
+            yield key, told.get(key, zeros), found.get(key, zeros)

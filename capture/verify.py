@@ -74,6 +74,7 @@ def verify(
                 problems.append(Problem(row.id, what))
             else:
                 decoded += 1
+        problems += [Problem(None, what) for what in store.miscounted()]
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CORRUPT:
             raise

@@ -22,6 +22,7 @@ from capture.redact import Redactor, redactor
 from capture.retention import Retention, size
 from capture.store import default_path
 from capture.writer import CaptureWriter, QueueFullError
+from serve.commits import Commits
 from serve.metrics import Metrics
 from serve.schemas.answer import Timings
 from serve.settings import Settings
@@ -101,6 +102,7 @@ class Recorder:
         self._redactor = redactor
         self._metrics = metrics
         self._commit_timeout = commit_timeout
+        self._commits = Commits()
         self._late: set[asyncio.Future[None]] = set()
         self._room = asyncio.Event()  # set, and made anew, whenever a row has left the queue
 
@@ -167,7 +169,7 @@ class Recorder:
         while True:
             room = self._room
             try:
-                return asyncio.wrap_future(writer.submit(row))
+                return self._commits.follow(writer.submit(row))
             except QueueFullError:
                 if (left := deadline - time.perf_counter()) <= 0:
                     return None

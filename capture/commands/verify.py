@@ -29,8 +29,9 @@ def verify_(
     as_json: AsJson = False,
     chosen: Filters = EVERY_ROW,
 ) -> None:
-    """Check the file as SQLite does, decode every row, and compare what has to agree.
+    """Check the file as SQLite does, decode every row, and compare what has to agree, also its totals with its rows.
 
+    Totals that are wrong are counted anew in a file that this one is merged into.
     Exit code 1 where something is wrong, 2 where the file, or the server, cannot be read at all.
     """
     with (

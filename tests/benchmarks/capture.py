@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -121,12 +122,13 @@ def serve(
     tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 128,
     synchronous: Annotated[Literal["FULL", "NORMAL"], typer.Option(case_sensitive=False)] = "FULL",
 ) -> None:  # fmt: skip
-    """Tokens a second of a server that captures, over those of one that does not."""
+    """Tokens a second, and CPU time a token, of a server that captures over those of one that does not."""
     body = {
         "messages": [{"role": "user", "content": "What is a list?"}],
         "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True,
     }  # fmt: skip
     rates: dict[str, list[float]] = defaultdict(list)
+    costs: dict[str, list[float]] = defaultdict(list)  # CPU milliseconds per 1,000 tokens
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--max-num-seqs", str(streams), "--draft-tokens", "3", "--capture-synchronous", synchronous]
         command = serve_command(tiny(), *flags)
@@ -134,20 +136,35 @@ def serve(
             running_process(command, Path(folder) / "capture.db") as on,
             running_process(command, Path("off")) as off,
         ):
-            servers = {"on": on.url, "off": off.url}
-            for url in servers.values():
-                asyncio.run(_rate(url, body, streams, streams))
+            servers = {"on": on, "off": off}
+            for server in servers.values():
+                asyncio.run(_rate(server.url, body, streams, streams))
             for turn in track(range(rounds), "serving", console=console, transient=True):
                 for name in sorted(servers, reverse=bool(turn % 2)):
-                    rates[name].append(asyncio.run(_rate(servers[name], body, requests, streams)))
+                    server = servers[name]
+                    began = _cpu_seconds(server.process.pid)
+                    rates[name].append(asyncio.run(_rate(server.url, body, requests, streams)))
+                    costs[name].append(1e6 * (_cpu_seconds(server.process.pid) - began) / (requests * tokens))
             rows = len(on.rows())
-    ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+    middle = {name: (statistics.median(rates[name]), statistics.median(costs[name])) for name in servers}
+    a_row = 1e3 * statistics.median(_each(costs, lambda on, off: on - off)) * tokens / 1e3
     _table(
         f"{rounds} rounds of {requests} answers of {tokens} tokens, {streams} at a time, {synchronous}; {rows} rows",
-        ("capture", "tokens/s", "on / off"),
-        [("off", f"{statistics.median(rates['off']):.0f}", "1"),
-         ("on", f"{statistics.median(rates['on']):.0f}", _range(ratios))],
+        ("capture", "tokens/s", "on / off", "CPU ms per 1,000 tokens", "on / off", "CPU µs a row"),
+        [("off", f"{middle['off'][0]:.0f}", "1", f"{middle['off'][1]:.1f}", "1", ""),
+         ("on", f"{middle['on'][0]:.0f}", _range(_each(rates, operator.truediv)),
+          f"{middle['on'][1]:.1f}", _range(_each(costs, operator.truediv)), f"{a_row:.0f}")],
     )  # fmt: skip
+
+
+def _each(figures: dict[str, list[float]], compare: Callable[[float, float], float]) -> list[float]:
+    """Round by round, that with capture compared to that without."""
+    return [compare(on, off) for on, off in zip(figures["on"], figures["off"], strict=True)]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of all of a process' threads, to the nanosecond; Linux alone."""
+    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid makes it, which Python does not have
 
 
 async def _rate(url: str, body: dict[str, Any], requests: int, streams: int) -> float:

@@ -77,6 +77,36 @@ def test_a_row_that_cannot_be_so_is_named(path: Path, change: str, value: object
     assert words in problem["what"]
 
 
+def test_totals_that_are_not_those_of_the_rows_are_told_and_right_again_in_a_merged_file(
+    path: Path, tmp_path: Path
+) -> None:
+    damaged(path, "UPDATE totals SET rows = 7, prompt_tokens = 0 WHERE completion_tokens > 0")
+    damaged(path, "UPDATE step_totals SET count = 3")
+    damaged(path, "INSERT INTO totals VALUES ('gone', 'finished', 'stop', 2, 0, 0)")
+    done = run(path)
+    assert done.exit_code == 1
+    assert done.stdout.splitlines() == [
+        "file: its totals tell 2 rows of gone / finished / stop, and it holds 0",
+        "file: its totals tell 7 rows of mtp / finished / stop, and it holds 3",
+        "file: its totals tell 0 prompt tokens of mtp / finished / stop, and it holds 6",
+        "file: its totals tell 3 verify steps of mtp that drafted and accepted 2, 1, and it holds 2",
+        "3 rows, 4 problems",
+    ]
+    anew = tmp_path / "anew.db"
+    assert CliRunner().invoke(app, ["merge", str(anew), str(path)]).exit_code == 0
+    assert run(anew).stdout == "3 rows, 0 problems\n"
+
+
+def test_totals_stay_those_of_the_rows_whatever_becomes_of_them(path: Path) -> None:
+    for sql in (
+        "UPDATE generations SET steps = x'0100', drafter = 'student' WHERE id = 'whole'",
+        "UPDATE generations SET steps = x'', completion_tokens = NULL, logprobs = NULL WHERE id = 'secret'",
+        "DELETE FROM generations WHERE id = 'text'",
+    ):
+        damaged(path, sql)
+    assert run(path).stdout == "2 rows, 0 problems\n"
+
+
 def test_pages_that_do_not_fit_are_found(tmp_path: Path) -> None:
     path = write(tmp_path / "c.db", *(generation(response_text="x" * 5000) for _ in range(50)))
     with path.open("r+b") as file:
