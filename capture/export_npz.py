@@ -6,7 +6,7 @@ Knows the arrays; knows neither folders nor manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,9 +20,9 @@ FORMAT = "draftloop-npz"
 FORMAT_VERSION = 1
 # What a token and a document add to a shard, and what the archive's own headers take at most.
 TOKEN_BYTES = 4 + 1 + 4
-DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1 + 8 + 4 + 4
+DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1 + 8 + 4 + 4 + 4
 ARCHIVE_BYTES = 16_384
-MOST_SAMPLINGS = 10_000  # distinct parameters in a shard
+MOST_SAMPLINGS = 10_000  # distinct parameters in a shard, and distinct tags
 # Of a row's parameters, those that belong to one exchange alone.
 _OF_THE_EXCHANGE = {"response", "redacted"}
 
@@ -53,22 +53,29 @@ class _Arrays:
         self._seeds: list[int] = []
         self._samplings: dict[str, int] = {}  # JSON → place in the list of the shard
         self._sampling: list[int] = []
-        self._sampling_bytes = 0
+        self._tags: dict[str, int] = {}  # likewise
+        self._tagged: list[int] = []
+        self._meta_bytes = 0  # of both lists
         self._builds: dict[str, int] = {}
         self._build: list[int] = []
 
     def add(self, row: Generation, limit: int) -> bool:
         prompt, completion = (np.asarray(ids, dtype="<u4").tobytes() for ids in tokens_of(row))
         n, m = len(prompt) // 4, len(completion) // 4
-        sampling = _sampling(row)
-        is_new = sampling is not None and sampling not in self._samplings
-        more = 4 * (len(sampling) + 2) if sampling is not None and is_new else 0  # numpy's text: 4 bytes a character
+        sampling, tags = _sampling(row), _tags(row)
+        new = [
+            text
+            for text, known in ((sampling, self._samplings), (tags, self._tags))
+            if text is not None and text not in known
+        ]
+        more = sum(4 * (len(text) + 2) for text in new)  # numpy's text: 4 bytes a character
         if self._ids and self._size_with(n + m, more) > limit:
             return False
-        if is_new and len(self._samplings) == MOST_SAMPLINGS:
+        if new and MOST_SAMPLINGS in (len(self._samplings), len(self._tags)):
             return False
-        self._sampling_bytes += more
+        self._meta_bytes += more
         self._sampling.append(-1 if sampling is None else self._samplings.setdefault(sampling, len(self._samplings)))
+        self._tagged.append(-1 if tags is None else self._tags.setdefault(tags, len(self._tags)))
         self._seeds.append(row.seed if row.seed is not None and sampling is not None else 0)
         self._build.append(self._builds.setdefault(row.build, len(self._builds)))
         # Ids are below 2**31 (records.py), so the same bytes are int32.
@@ -83,9 +90,9 @@ class _Arrays:
         return True
 
     def _size_with(self, tokens: int, more: int) -> int:
-        """Bytes of the file after one more document of so many tokens, and so many bytes of parameters."""
+        """Bytes of the file after one more document of so many tokens, and so many bytes in its lists."""
         total = self._offsets[-1] + tokens
-        meta = 4 * len(json.dumps(self.contents.fingerprints())) + self._sampling_bytes + more
+        meta = 4 * len(json.dumps(self.contents.fingerprints())) + self._meta_bytes + more
         return ARCHIVE_BYTES + meta + TOKEN_BYTES * total + DOCUMENT_BYTES * (len(self._ids) + 1)
 
     def write(self, file: IO[bytes], meta: Mapping[str, Any]) -> None:
@@ -103,12 +110,25 @@ class _Arrays:
             seeds=np.array(self._seeds, dtype="<u8"),
             sampling=np.array(self._sampling, dtype="<i4"),
             builds=places[self._build],
-            meta=np.array(json.dumps({**meta, "sampling": [json.loads(text) for text in self._samplings]})),
+            tags=np.array(self._tagged, dtype="<i4"),
+            meta=np.array(json.dumps({**meta, "sampling": _listed(self._samplings), "tags": _listed(self._tags)})),
         )
 
 
 def _unknown(count: int) -> bytes:
     return np.full(count, np.nan, dtype="<f4").tobytes()
+
+
+def _listed(texts: Iterable[str]) -> list[Any]:
+    return [json.loads(text) for text in texts]
+
+
+def _tags(row: Generation) -> str | None:
+    """What tells kinds of requests apart, as JSON: the tag `class` of its metadata and the client's name."""
+    metadata = row.request.get("metadata")
+    named = {"class": metadata.get("class") if isinstance(metadata, Mapping) else None, "client": row.client}
+    found = {name: value for name, value in named.items() if isinstance(value, str)}
+    return json.dumps(found) if found else None
 
 
 def _sampling(row: Generation) -> str | None:

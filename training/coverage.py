@@ -5,7 +5,7 @@ Knows documents as token ids and what kind each is of; knows no file, no model a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ class Answer:
 
     own: NDArray[np.int32]
     length: int
-    tags: dict[str, str]
+    tags: Mapping[str, str]
 
 
 def reach(kind: str, answers: Iterable[NDArray[np.int32]], listed: NDArray[np.bool_]) -> Reach:

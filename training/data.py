@@ -9,7 +9,7 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _TYPES = {
     "split": "uint8",
 }
 # By document; exports made before these were written have none of them.
-_NEWER = {"seeds": "uint64", "sampling": "int32", "builds": "int32"}
+_NEWER = {"seeds": "uint64", "sampling": "int32", "builds": "int32", "tags": "int32"}
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
@@ -74,6 +74,7 @@ class Document:
     sampling: Mapping[str, Any] | None = None
     weights: str = ""  # fingerprint of what generated it
     build: str | None = None  # of the same; None where the shard holds several and does not say which
+    tags: Mapping[str, str] = field(default_factory=dict)  # `class` and `client` of its request, where it had them
 
     @property
     def prompt(self) -> list[int]:
@@ -166,6 +167,7 @@ def documents_of(contents: Contents) -> Iterator[Document]:
         span = slice(arrays["doc_offsets"][i], arrays["doc_offsets"][i + 1])
         index = int(arrays["sampling"][i]) if "sampling" in arrays else -1
         build = int(arrays["builds"][i]) if "builds" in arrays else -1
+        tags = int(arrays["tags"][i]) if "tags" in arrays else -1
         if len(builds) == 1:
             build = 0
         yield Document(
@@ -178,6 +180,7 @@ def documents_of(contents: Contents) -> Iterator[Document]:
             sampling=contents.meta["sampling"][index] if index >= 0 else None,
             weights=fingerprints["weights"],
             build=builds[build] if build >= 0 else None,
+            tags=contents.meta["tags"][tags] if tags >= 0 else {},
         )
 
 
@@ -224,7 +227,7 @@ def _check(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, An
         raise TrainingError(f"{path} is damaged: its documents do not add up to its tokens")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TrainingError(f"{path} holds token ids that its tokenizer, of {vocab_size}, does not have")
-    known = {"sampling": meta.get("sampling"), "builds": meta["fingerprints"]["builds"]}
+    known = {"sampling": meta.get("sampling"), "tags": meta.get("tags"), "builds": meta["fingerprints"]["builds"]}
     for name, listed in known.items():
         if name not in arrays or not documents:
             continue

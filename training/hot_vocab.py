@@ -148,7 +148,7 @@ def _count(shards: Sequence[Shard], tokenizer: ChatTokenizer, report: Callable[[
             own = document.tokens[document.prompt_length :]
             fresh[int(document.held_out)].append(own)
             if document.held_out:
-                answers[document.id] = Answer(own.copy(), len(document.tokens), {})
+                answers[document.id] = Answer(own.copy(), len(document.tokens), document.tags)
         for split, found in enumerate(fresh):
             if found:
                 counts[split] += np.bincount(np.concatenate(found), minlength=tokenizer.vocab_size)

@@ -25,7 +25,7 @@ from capture.writer import CaptureWriter
 from tests.capture_rows import generation, write
 
 NAMES = {"tokens", "doc_offsets", "prompt_lengths", "loss_mask", "logprobs", "doc_ids", "split", "meta"}
-NAMES |= {"seeds", "sampling", "builds"}
+NAMES |= {"seeds", "sampling", "builds", "tags"}
 
 
 def export(path: Path, out: Path, **options: Any) -> Export:
@@ -90,6 +90,7 @@ def test_names_and_types_are_those_of_the_format(path: Path, out: Path) -> None:
         "seeds": "uint64",
         "sampling": "int32",
         "builds": "int32",
+        "tags": "int32",
     }
     assert shard["doc_offsets"].tolist() == [0, 5, 10]
     meta = json.loads(str(shard["meta"]))
@@ -387,3 +388,18 @@ def test_parameters_count_for_a_shards_size(path: Path, out: Path) -> None:
     result = export(write(path, *rows), out, shard_bytes=limit)
     assert len(result.shards) > 2
     assert all(shard.bytes <= limit for shard in result.shards)
+
+
+def test_each_document_keeps_the_class_and_the_client_of_its_request(path: Path, out: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    rows = [
+        generation(request={"messages": messages, "metadata": {"class": "code", "other": "kept out"}}, client="editor"),
+        generation(request={"messages": messages, "metadata": {"class": ["no", "text"]}}),
+        generation(request={"messages": messages, "metadata": None}, client="editor"),
+        generation(request={"messages": messages, "metadata": {"class": "code"}}, client="editor"),
+    ]
+    export(write(path, *rows), out)
+    [shard] = shards(out)
+    listed = json.loads(str(shard["meta"]))["tags"]
+    assert listed == [{"class": "code", "client": "editor"}, {"client": "editor"}]
+    assert shard["tags"].tolist() == [0, -1, 1, 0]

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from backend.drafters.hot_vocab import Coverage, HotVocab
 from backend.interface import BackendError
+from capture.records import Generation
 from tests.exports import PLAIN, SPECIAL, TINY, VOCAB, exported, row
 from training.cli import main
 from training.coverage import SLOTS, Answer, by_kind, reach
@@ -87,6 +88,16 @@ def test_kinds_are_lengths_where_nothing_else_is_known() -> None:
     found, told_apart = by_kind([Answer(own, length, {}) for length in lengths], LISTED)
     assert [one.kind for one in found] == ["all", "to 256", "to 1024", "to 4096", "to 16384", "over 16384"]
     assert told_apart == "the document's length in tokens"
+
+
+def test_kinds_come_with_the_exported_answers(tmp_path: Path) -> None:
+    def tagged(number: int, name: str, answer: list[int]) -> Generation:
+        request = {"messages": [], "metadata": {"class": name}}
+        return row(answer, number, is_held_out=True, request=request)
+
+    folder = exported(tmp_path, row([300]), tagged(0, "code", [300, 300]), tagged(1, "prose", [300, 900]))
+    header = built(folder, len(SPECIAL) + 1).hot.header
+    assert [(one.kind, one.own.covered) for one in header.reach] == [("all", 3), ("code", 2), ("prose", 1)]
 
 
 # Spare ids

@@ -111,13 +111,17 @@ def _print(figures: dict[str, str], header: Header) -> None:
     console.print(table)
     if not header.held_out.tokens:
         return
-    slots = len(header.reach[0].runs)
-    kinds = Table("held-out documents", "n", "own tokens in the list", *(f"next {j + 1}" for j in range(slots)), "cap")
+    slots = range(len(header.reach[0].runs))
+    kinds = Table("held-out documents", "n", "own tokens", "in the list", *(f"next {j + 1}" for j in slots), "cap")
     for reach in header.reach:
-        cap = "n/a" if reach.chain_cap is None else f"{reach.chain_cap:.4f}"
-        kinds.add_row(reach.kind, str(reach.documents), _share(reach.own), *map(_share, reach.runs), cap)
+        shares = (reach.own.share, *(run.share for run in reach.runs), reach.chain_cap)
+        cells = ("n/a" if share is None else f"{share:.4f}" for share in shares)
+        kinds.add_row(reach.kind, str(reach.documents), str(reach.own.tokens), *cells)
     console.print(kinds)
-    console.print(f"Kinds by {header.kinds}. cap: the chain acceptance that no drafter with this list can pass.")
+    console.print(
+        f"Kinds by {header.kinds}. next j: the j tokens after an anchor are all in the list. "
+        "cap: the chain acceptance that no drafter with this list can pass."
+    )
 
 
 def _share(found: Coverage) -> str:
