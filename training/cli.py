@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from training.commands.default import first_of
+from training.commands.evaluate import evaluate
 from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
 from training.commands.terminal import errors
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
+app.add_typer(first_of({"drafters": evaluate}), name="evaluate")
 app.command()(tiny)
 app.command()(judge)
 

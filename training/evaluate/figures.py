@@ -84,6 +84,10 @@ class Walked:
         assert np.array_equal(found.reached[:, 0], found.proposed[:, 0]), "surv_0 is cond_0"
         return found
 
+    def part(self, who: Sequence[int]) -> Walked:
+        """Of these documents alone."""
+        return Walked(*(getattr(self, field.name)[list(who)] for field in fields(self)))
+
     @property
     def tau(self) -> Ratio:
         """Less one."""
@@ -118,6 +122,10 @@ class Strided:
         found = cls({name: np.stack([sums[name] for sums in documents]) for name in documents[0]})
         assert np.array_equal(found.sums["surv"][..., 0], found.sums["hit"][..., 0]), "surv_0 is hit_0"
         return found
+
+    def part(self, who: Sequence[int]) -> Strided:
+        """Of these documents alone."""
+        return Strided({name: sums[list(who)] for name, sums in self.sums.items()})
 
     def at(self, depth: int | None) -> dict[str, Floats]:
         """[D, K] of one depth, or of all."""

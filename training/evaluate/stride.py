@@ -60,15 +60,24 @@ def judged(model: Qwen35, forced: Forced, targets: Sequence[int], options: Strid
 
 @torch.inference_mode()
 def stride(
-    model: Qwen35, drafter: Drafter, documents: Sequence[Judged], options: StrideOptions, vocab: int, together: int = 32
+    model: Qwen35,
+    drafter: Drafter,
+    documents: Sequence[Judged],
+    options: StrideOptions,
+    vocab: int,
+    *,
+    together: int = 32,
+    report: Callable[[int], None] = lambda done: None,
 ) -> list[Sums]:
     """The sums of each document, in order. Anchors are the positions N, N + s, … up to T - 2.
 
     Once with the drafter's own drafts, chosen as the document was; where there are temperatures once more with the
-    document's tokens as drafts, so that its distributions are of the same contexts as the target's.
+    document's tokens as drafts, so that its distributions are of the same contexts as the target's. `report` hears how
+    many documents are done.
     """
     passes = [_own_drafts, _distributions] if options.temperatures else [_own_drafts]
     found: dict[int, dict[str, NDArray[np.float64]]] = {i: {} for i in range(len(documents))}
+    done = 0
     for batch in batches([document.forced for document in documents], together):
         for once in passes:
             following = Following(model, drafter, [documents[i].forced for i in batch], vocab)
@@ -78,6 +87,8 @@ def stride(
                 judge(following, active)
                 for one in active:
                     following.commit(one.row, min(options.every, one.row.left))
+        done += len(batch)
+        report(done)
     names = {name for sums in found.values() for name in sums}
     empty = np.zeros((len(DEPTHS) + 1, options.slots))
     return [{name: found[i].get(name, empty) for name in sorted(names)} for i in range(len(documents))]

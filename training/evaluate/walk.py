@@ -5,7 +5,7 @@ Draft K, accept L, go on L + 1 tokens later. The target's tokens are the documen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +40,13 @@ def walk(
     *,
     vocab: int | None = None,
     together: int = 32,
+    report: Callable[[int], None] = lambda done: None,
 ) -> list[DocumentCounts]:
     """The counts of each document, in order. Attaches the drafter to a memory of its own.
 
     `vocab`: ids that may be chosen, all rows of the head where it is None; `together`: documents drafted for at once,
     which changes no count. A document that does not say how many tokens it was allowed was allowed those it has.
+    `report` hears how many documents are done.
     """
     found: dict[int, DocumentCounts] = {}
     for batch in batches(documents, together):
@@ -56,6 +58,7 @@ def walk(
             for tally, drafted in zip(active, drafts, strict=True):
                 following.commit(tally.row, tally.step(drafted))
         found |= {i: tally.counts for i, tally in zip(batch, tallies, strict=True)}
+        report(len(found))
     return [found[i] for i in range(len(documents))]
 
 

@@ -1,0 +1,91 @@
+"""A model and the drafters to compare over it, opened as a server opens them: same bits, same drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from backend.drafters.hot_vocab import HotVocab, hot_vocab_drafter
+from backend.drafters.mtp import mtp_drafter
+from backend.drafters.prediction import PredictionDrafter
+from backend.drafters.protocol import Drafter
+from backend.drafters.recursive import RecursiveDrafter
+from backend.drafters.student import load_student, student_drafter
+from backend.engine.probe import settle
+from backend.loading import Loaded, LocalOptions, load
+from training.errors import TrainingError
+
+KINDS = "mtp, prediction, hot_vocab:FILE or a student's directory"
+
+
+@dataclass(frozen=True, eq=False)
+class Contestant:
+    """A drafter under the name of its row. `given`: how it was asked for."""
+
+    name: str
+    given: str
+    drafter: Drafter
+
+    @property
+    def parameters_read(self) -> int:
+        """Weights that one draft step reads."""
+        drafter = self.drafter
+        return drafter.draft_block.parameters_read if isinstance(drafter, RecursiveDrafter) else 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The model ready to decode, and who drafts for it, in the order given."""
+
+    model: Loaded
+    contestants: tuple[Contestant, ...]
+
+
+def open_all(model: str, drafters: Sequence[str], device: str, dtype: str, threads: int | None) -> Opened:
+    """Raises BackendError where one cannot be loaded, TrainingError where it is none. Of two with one name the later
+    has a number."""
+    kinds = [given.partition(":")[0] for given in drafters]
+    for given, kind in zip(drafters, kinds, strict=True):
+        if kind not in ("mtp", "prediction", "hot_vocab", "student") and not Path(given).expanduser().is_dir():
+            raise TrainingError(f"no drafter {given!r}: {KINDS} can be compared")
+    with_mtp = "mtp" in kinds or "hot_vocab" in kinds
+    loaded = load(
+        LocalOptions(
+            model=model,
+            device=device,
+            dtype=dtype,
+            drafter="mtp" if with_mtp else "none",
+            threads=threads,
+            max_model_len=1,  # nothing is served
+            max_num_seqs=1,
+            prefix_cache=False,
+        )
+    )
+    tiles = dict(loaded.probe.tiles)
+    contestants: list[Contestant] = []
+    for given in drafters:
+        drafter = _open(given, loaded)
+        if isinstance(drafter, RecursiveDrafter):
+            with torch.inference_mode():
+                for module in drafter.draft_block.own:
+                    settle(module, tiles)
+        taken = sum(one.drafter.name == drafter.name for one in contestants)
+        contestants.append(Contestant(f"{drafter.name} {taken + 1}" if taken else drafter.name, given, drafter))
+    return Opened(loaded, tuple(contestants))
+
+
+def _open(given: str, loaded: Loaded) -> Drafter:
+    kind, _, path = given.partition(":")
+    model, tokenizer = loaded.runner.model, loaded.tokenizer.fingerprint
+    if kind == "prediction":
+        return PredictionDrafter()
+    if kind in ("mtp", "hot_vocab"):
+        block = loaded.drafters["mtp"].fingerprint
+        if kind == "mtp":
+            return mtp_drafter(model, block)
+        return hot_vocab_drafter(model, block, HotVocab.load(Path(path), tokenizer, loaded.config.vocab_size))
+    directory = Path(path if kind == "student" else given).expanduser()
+    return student_drafter(model, load_student(directory, model, loaded.fingerprints.weights, tokenizer))
