@@ -371,11 +371,11 @@ class ChatBackend(Protocol):
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         """What each id stands for, special tokens shown. Raises InvalidRequest for ids the tokenizer has not."""
 
-    def drafters(self) -> Mapping[str, Any]:
+    def list_drafters(self) -> Mapping[str, Any]:
         """As GET /v1/drafters has them. Raises InvalidRequest where there are none, as all methods below do."""
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
-        """Load a student beside the running drafters and let it prove itself; its entry of `drafters`, and the trial.
+        """Load a student beside the running drafters and let it prove itself; its entry of `list_drafters`, and its trial.
 
         `path`: inside the directory that the server allows. `min_acceptance`: of slot 0. Raises InvalidRequest for
         whatever is wrong with it, and nothing has changed then; BackendUnavailable where the backend ends meanwhile.

@@ -156,7 +156,7 @@ class LocalBackend:
             else None,
         }
 
-    def drafters(self) -> Mapping[str, Any]:
+    def list_drafters(self) -> Mapping[str, Any]:
         return self._swap.as_json()
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from backend.interface import ChatBackend
 from capture.writer import CaptureWriter
 from serve import errors, openapi
-from serve.api import admin, chat, completions, dashboard, health, models, proxy, responses, tokenize
+from serve.api import admin, chat, completions, dashboard, drafters, health, models, proxy, responses, tokenize
 from serve.auth import Authentication, Keyring
 from serve.live import Live
 from serve.middleware import REQUEST_ID, BodyLimits, RequestLog
@@ -59,6 +59,6 @@ def create_app(settings: Settings, backend: ChatBackend, capture: CaptureWriter 
         )
     app.add_middleware(RequestLog)
     generating = (chat, responses, completions, tokenize, models) if settings.upstream is None else (proxy,)
-    for family in (*generating, admin, dashboard, health, openapi):
+    for family in (*generating, admin, drafters, dashboard, health, openapi):
         app.include_router(family.router)
     return app

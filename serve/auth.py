@@ -24,7 +24,7 @@ from serve.settings import Settings, SettingsError, flag, is_loopback, variable
 PAGE = frozenset({"/", *(f"/dashboard/{name}" for name in dashboard.FILES)})  # the same for everybody; asks for a key
 OPEN = PAGE | {"/health", "/ready"}  # the others are for whoever watches over the process
 FIGURES = frozenset({"/metrics", "/v1/live"})  # open too where the settings say so
-ADMIN = "/v1/engine"  # and what is below it: the operator's, see `operator`
+ADMIN = ("/v1/engine", "/v1/drafters")  # and what is below them: the operator's, see `operator`
 # What proxies add. Behind one, the connection's address is not the client's.
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 # What stands after a name is a key; a bare one may end in "=", as base64 does.
@@ -88,7 +88,7 @@ class Authentication:
         if scope["type"] == "http":
             path, key = scope["path"], self._keyring.find(Headers(scope=scope))
             scope.setdefault("state", {}).update(keyring=self._keyring, key=key, client=key and key.name)
-            is_admin = path == ADMIN or path.startswith(f"{ADMIN}/")
+            is_admin = any(path == root or path.startswith(f"{root}/") for root in ADMIN)
             if key is None and self._keyring.guards_api and not is_admin and path not in self._open:
                 raise wrong_key()
         await self._app(scope, receive, send)
@@ -116,7 +116,8 @@ def operator(request: Request) -> None:
         if not is_loopback(_host(name)):
             raise _local_only(f"{path} must be asked for at a loopback address, not '{_host(name)}'.")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.method not in ("GET", "HEAD") and content_type != "application/json":
+    # Before it sends a DELETE to another site a browser asks, and is told no.
+    if request.method not in ("GET", "HEAD", "DELETE") and content_type != "application/json":
         raise ApiError(415, f"{path} takes Content-Type: application/json, not {content_type or 'none'}.")
 
 

@@ -134,6 +134,7 @@ def _local_options(settings: Settings) -> LocalOptions:
         dtype=settings.dtype,
         drafter=settings.drafter,
         further_drafters=settings.further_drafters,
+        drafter_dir=settings.drafter_dir,
         draft_tokens=settings.draft_tokens,
         threads=settings.threads,
         max_model_len=settings.max_model_len,

@@ -193,6 +193,7 @@ class Live:
         engine = service.backend.engine() if service.has_model else {}
         prints = engine.get("drafters", {})
         defaults = [one["drafter"] for one in engine.get("default_drafters", ())]
+        states = engine.get("drafter_states", {})
         requests = {
             "running": _value(samples, "num_requests_running"),
             "waiting": _value(samples, "num_requests_waiting"),
@@ -229,6 +230,7 @@ class Live:
                 {
                     "name": name,
                     "fingerprint": prints.get(name),
+                    "state": states.get(name),
                     "counted": slots.counted,
                     "total": slots.as_json(),
                     "recent": recent[name].as_json(),
@@ -238,7 +240,8 @@ class Live:
             # What an operator can make the default, and what a roll back would; None where nothing drafts here.
             "promotion": {
                 "default": defaults[-1],
-                "others": [name for name in (*prints, "none") if name != defaults[-1]],
+                "others": [name for name, state in states.items() if state not in ("active", "retiring")],
+                "canary": engine["canary"],
                 "previous": defaults[-2] if len(defaults) > 1 else None,
             }
             if defaults

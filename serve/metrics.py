@@ -147,6 +147,7 @@ def _engine(stats: EngineStats, cache_usage: float) -> Iterator[Metric]:
     yield _total("engine_restarts", "Times the engine was started again after a crash.", stats.restarts)
     yield _gauge("spec_decode_draft_length", "Draft tokens a sequence in the last verify step.", stats.draft_tokens)
     yield from _speculation(stats.drafters)
+    yield from _drafters(stats)
 
 
 def _speculation(drafters: Sequence[DrafterStats]) -> Iterator[Metric]:
@@ -187,6 +188,28 @@ def _speculation(drafters: Sequence[DrafterStats]) -> Iterator[Metric]:
             if acceptance is not None:
                 ratio.add_metric([drafter.drafter, str(position)], acceptance)
     yield ratio
+
+
+def _drafters(stats: EngineStats) -> Iterator[Metric]:
+    """Who drafts for whom, and what the steps took that a drafter had alone."""
+    states = GaugeMetricFamily(
+        f"{PREFIX}drafter_state", "1 for the state each drafter is in.", labels=["drafter", "state"]
+    )
+    for drafter, state in stats.drafter_states.items():
+        states.add_metric([drafter, state], 1)
+    yield states
+    yield _gauge("drafter_canary_share", "Share of the requests that the canary drafts for.", stats.canary_share)
+    for name, help_text, field in (
+        ("steps", "Verify steps in which it alone drafted and nothing else ran.", "steps"),
+        ("step_sequences", "Sequences in those steps.", "sequences"),
+        ("step_accepted_tokens", "Draft tokens accepted in those steps.", "accepted"),
+        ("step_seconds", "Draft and verify time of those steps.", "seconds"),
+    ):
+        total = CounterMetricFamily(f"{PREFIX}drafter_{name}", help_text, labels=["drafter", "batch"])
+        for drafter, times in stats.step_times.items():
+            for one in times:
+                total.add_metric([drafter, str(one.batch)], getattr(one, field))
+        yield total
 
 
 def recent_acceptance(stats: DrafterStats) -> list[float | None]:

@@ -18,7 +18,7 @@ from serve.api.health import version_of_package
 from serve.auth import OPEN
 from serve.schemas.chat import ChatCompletion, ChatCompletionRequest
 from serve.schemas.completions import Completion, CompletionRequest
-from serve.schemas.drafters import Drafters, PromoteRequest, RollBackRequest
+from serve.schemas.drafters import Drafters, LoadDrafterRequest, NewDrafter, PromoteRequest
 from serve.schemas.proxied import ProxiedChat, ProxiedText
 from serve.schemas.response_output import Response
 from serve.schemas.responses import ResponsesRequest
@@ -70,7 +70,7 @@ class ErrorBody(BaseModel):
 class Operation:
     """What FastAPI cannot see: a body that the endpoint reads by itself, what it answers, its other statuses.
 
-    `answer`: of 200; None where it is any JSON object. `unfit`: what a 503 means where it is no error.
+    `answer`: of `done`; None where it is any JSON object. `unfit`: what a 503 means where it is no error.
     """
 
     errors: tuple[int | str, ...] = ()
@@ -78,6 +78,7 @@ class Operation:
     answer: type[BaseModel] | None = None
     media_types: tuple[str, ...] = ("application/json",)
     unfit: str | None = None
+    done: int = 200
 
 
 BOTH = ("application/json", "text/event-stream")
@@ -94,8 +95,11 @@ OPERATIONS: Mapping[str, Operation] = {
     "list_models": Operation((502, 503)),
     "retrieve_model": Operation((404, 502, 503)),
     "engine": Operation((403, 503)),
+    "list_drafters": Operation((400, 403, 503), None, Drafters),
+    "load_drafter": Operation((*OPERATES, 500), LoadDrafterRequest, NewDrafter, done=201),
     "promote_drafter": Operation(OPERATES, PromoteRequest, Drafters),
-    "roll_back_drafter": Operation(OPERATES, RollBackRequest, Drafters),
+    "roll_back_drafter": Operation((400, 403, 503), None, Drafters),
+    "unload_drafter": Operation((400, 403, 404, 503), None, Drafters),
     "health": Operation(unfit="The process is to be started anew."),
     "ready": Operation(unfit="A request sent now would not start."),
     "tell_version": Operation((503,)),
@@ -146,7 +150,7 @@ def _told(operation: Operation, refs: Refs, *, guarded: bool) -> dict[str, Any]:
     # OpenAPI 3.1 has no words for what stands in a stream's events.
     shapes = {BOTH[0]: {"schema": answer}, BOTH[1]: {}}
     answers = {kind: shapes.get(kind, {"schema": {"type": "string"}}) for kind in operation.media_types}
-    responses: dict[str, Any] = {"200": {"description": "Done.", "content": answers}}
+    responses: dict[str, Any] = {str(operation.done): {"description": "Done.", "content": answers}}
     for status in (*operation.errors, *((401,) if guarded else ())):
         responses[str(status)] = {"description": ERRORS.get(status, "The upstream's own error."), "content": error}
     if operation.unfit is not None:

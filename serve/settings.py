@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
@@ -22,13 +23,19 @@ class SettingsError(Exception):
     """An option that cannot be used; `str(error)` is one line naming its flag and variable."""
 
 
+_KINDS = ("mtp", "none", "prediction", "hot_vocab", "student")
+
+
 def _drafter(name: str) -> str:
+    """A kind and, after a colon, where it is; a directory is a student's."""
     match name.partition(":"):
         case ("mtp" | "none" | "prediction", "", ""):
             return name
-        case ("hot_vocab", _, file) if file:
+        case ("hot_vocab" | "student", _, path) if path:
             return name
-    raise PydanticCustomError("drafter", "expected mtp, none, prediction or hot_vocab:FILE")
+        case (kind, _, _) if name and kind not in _KINDS and ("/" in name or Path(name).is_dir()):
+            return f"student:{name}"
+    raise PydanticCustomError("drafter", "expected mtp, none, prediction, hot_vocab:FILE or a student's directory")
 
 
 def _listed(names: object) -> object:
@@ -64,7 +71,7 @@ def _draft_tokens(count: object) -> object:
 # What is asked of an engine of this process.
 ENGINE = {
     *("device", "dtype", "threads", "max_model_len", "kv_memory", "prefix_cache"),
-    *("drafter", "further_drafters", "allow_drafter_choice", "draft_tokens"),
+    *("drafter", "further_drafters", "drafter_dir", "allow_drafter_choice", "draft_tokens"),
 }
 _AT_FURTHER = {"field": "further_drafters"}
 Drafter = Annotated[str, AfterValidator(_drafter)]
@@ -101,12 +108,19 @@ class Settings(BaseSettings):
     drafter: Drafter = Field(
         "mtp",
         description="What proposes tokens: mtp (the model's own head), hot_vocab:FILE (that head cut to FILE's "
-        "vocabulary), prediction (the client's prediction and what the prompt repeats), or none.",
+        "vocabulary), prediction (the client's prediction and what the prompt repeats), none, or the directory of a "
+        "student that `training distill` has made.",
     )
     further_drafters: Annotated[tuple[Drafter, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (),
         description="Drafters loaded beside --drafter, separated by commas: for the operator to promote and, with "
         "--allow-drafter-choice, for requests to choose.",
+    )
+    drafter_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory from which the operator may load students while serving, with POST /v1/drafters. "
+        "Unset: none are.",
     )
     allow_drafter_choice: bool = Field(False, description="Let a request name its drafter in the field drafter.")
     draft_tokens: Annotated[int | Literal["auto"], BeforeValidator(_draft_tokens)] = Field(
@@ -219,7 +233,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _drafters_can_be_told_apart(self) -> Self:
-        kinds = [name.partition(":")[0] for name in (self.drafter, *self.further_drafters)]
+        # Students are told apart by their names, which stand in their files.
+        given = (self.drafter, *self.further_drafters)
+        kinds = [name if name.startswith("student:") else name.partition(":")[0] for name in given]
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             raise PydanticCustomError("drafter_twice", "{kind} is given twice", {**_AT_FURTHER, "kind": twice})
         return self

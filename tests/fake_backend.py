@@ -28,6 +28,7 @@ from backend.interface import (
     Result,
     SamplingRequest,
     Step,
+    StepTimes,
     Timings,
     TokenInfo,
     ToolCall,
@@ -151,6 +152,9 @@ class FakeBackend:
             preemptions=2,
             draft_tokens=SLOTS,
             drafters=tuple(map(self._drafter_stats, sorted(self.drafters, key=self.default.name.__ne__))),
+            drafter_states=self._states(),
+            canary_share=self.default.canary.share if self.default.canary else 0.0,
+            step_times={name: self._times(name) for name in self._states()},
         )
 
     def _drafter_stats(self, drafter: str) -> DrafterStats:
@@ -166,13 +170,78 @@ class FakeBackend:
             "waiting": [],
             "draft_tokens": SLOTS,
             "drafters": {name: fingerprint(name) for name in self.drafters if name != "none"},
+            "drafter_states": self._states(),
             "default_drafters": self.default.as_json(),
+            "canary": asdict(self.default.canary) if self.default.canary else None,
         }
 
-    def promote(self, drafter: str) -> None:
-        if drafter not in (*self.drafters, "none"):
+    def _states(self) -> dict[str, str]:
+        return {name: self.default.state(name) or "loaded" for name in dict.fromkeys((*self.drafters, "none"))}
+
+    def _times(self, drafter: str) -> tuple[StepTimes, ...]:
+        """Of a millisecond each, and every sequence alone."""
+        steps = self.steps.get(drafter, [])
+        return (StepTimes(1, len(steps), len(steps), sum(step.accepted for step in steps), 1e-3 * len(steps)),)
+
+    def _entry(self, drafter: str) -> dict[str, Any]:
+        stats = self._drafter_stats(drafter)
+        return {
+            "name": drafter,
+            "kind": drafter if drafter in ("mtp", "prediction", "none") else "student",
+            "fingerprint": fingerprint(drafter),
+            "state": self._states()[drafter],
+            "loaded_at": 1.0,
+            "parameters_read": 1000,
+            "evaluation": None,
+            "acceptance": {
+                "drafts": stats.drafts,
+                "draft_tokens_per_pos": stats.draft_tokens_per_pos,
+                "accepted_tokens_per_pos": stats.accepted_tokens_per_pos,
+            },
+            "steps": [asdict(one) for one in self._times(drafter)],
+        }
+
+    def list_drafters(self) -> Mapping[str, Any]:
+        return {
+            "active": self.default.name,
+            "previous": self.default.previous,
+            "canary": asdict(self.default.canary) if self.default.canary else None,
+            "drafters": [self._entry(name) for name in self._states()],
+            "history": self.default.as_json(),
+        }
+
+    async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
+        """Whatever the path; it is called by its last part."""
+        await asyncio.sleep(self.script.pause)
+        name = name or path.rpartition("/")[2]
+        if name in self._states():
+            raise InvalidRequest(f"There is a drafter {name!r} already.", param="name", code="name_taken")
+        self.drafters = (*self.drafters, name)
+        tried = {
+            "drafter": name,
+            "steps": 10,
+            "drafts": 10,
+            "draft_tokens_per_pos": [10] * SLOTS,
+            "accepted_tokens_per_pos": [5, 3, 2],
+            "acceptance": 0.5,
+            "acceptance_length": 2.0,
+        }
+        trial = {"prompts": 1, "min_acceptance": min_acceptance, "candidate": tried, "active": tried}
+        return {**self._entry(name), "trial": trial}
+
+    async def unload_drafter(self, name: str) -> None:
+        if self._states()[name] in ("active", "canary") or name == "none":
+            raise InvalidRequest(f"{name!r} cannot be unloaded.", param="drafter", code="drafter_in_use")
+        self.default.forget(name)
+        self.drafters = tuple(one for one in self.drafters if one != name)
+
+    def promote(self, drafter: str, canary: float | None = None) -> None:
+        if drafter not in self._states():
             raise InvalidRequest(f"No drafter {drafter!r} is loaded.", param="drafter")
-        self.default.promote(drafter)
+        if canary is None:
+            self.default.promote(drafter)
+        else:
+            self.default.begin_canary(drafter, canary)
 
     def roll_back(self) -> None:
         self.default.roll_back()
@@ -207,8 +276,8 @@ class FakeBackend:
         script = _script(request, self.script)
         if script.refuses:
             raise InvalidRequest(script.refuses, param="messages", code="context_length_exceeded")
-        drafter = request.drafter or self.default.name
-        if drafter not in (*self.drafters, self.default.name):
+        drafter = request.drafter or self.default.of(request.id)
+        if drafter not in self._states():
             raise InvalidRequest(f"No drafter {drafter!r} is loaded.", param="drafter")
         if script.refuses_grammar and request.sampling.grammar:
             raise InvalidRequest(script.refuses_grammar, param="response_format")

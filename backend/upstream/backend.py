@@ -181,7 +181,7 @@ class UpstreamBackend:
     async def detokenize(self, ids: Sequence[int]) -> Sequence[bytes]:
         raise InvalidRequest("The tokenizer is the upstream's; this server has none.")
 
-    def drafters(self) -> Mapping[str, Any]:
+    def list_drafters(self) -> Mapping[str, Any]:
         raise _no_drafters()
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:

@@ -45,11 +45,12 @@ export function show(told) {
     { name: "lost", cells: ["lost", count(capture.lost)] },
   ]);
   const byDefault = told.promotion?.default;
-  const drafterRows = drafters.map(({ name, fingerprint, total, recent }) => ({
+  const canary = told.promotion?.canary;
+  const drafterRows = drafters.map(({ name, fingerprint, state, total, recent }) => ({
     name,
-    cells: [name === byDefault ? `${name} (default)` : name, ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
+    cells: [named(name, state, canary), ratio(recent.length), ratio(total.length), of(sum(total.accepted), sum(total.proposed)), fingerprint?.slice(0, 12) ?? ""],
   }));
-  if (byDefault === "none") drafterRows.unshift({ name: "none", cells: ["none (default)", "–", "–", "–", ""] }); // it has no figures
+  if (byDefault === "none") drafterRows.unshift({ name: "none", cells: [named("none", "active"), "–", "–", "–", ""] }); // it has no figures
   rows(byId("drafters"), drafterRows);
 
   const drafting = drafters.filter(({ total }) => total.drafts);
@@ -115,6 +116,11 @@ function draw(drafting) {
 function chart(title, place, how) {
   if (!charts.has(title)) charts.set(title, new Chart(place, title, how));
   return charts.get(title);
+}
+
+function named(name, state, canary) {
+  if (!state || state === "loaded") return name; // or it is no drafter but a source of drafts beside them
+  return `${name} (${state}${state === "canary" ? ` ${percent(canary.share)}` : ""})`;
 }
 
 const of = (part, all) => `${count(part)} / ${count(all)}`;

@@ -377,10 +377,10 @@ def test_the_operator_promotes_a_drafter_and_takes_it_back(serve, look):
     server = serve(backend=FakeBackend(drafters=("mtp", "prediction")))
     page = look(server, width=390, height=800, mobile=True)
     page.until(f"{BUTTONS} === 'Promote prediction,Promote none'")
-    assert page.do(DEFAULT) == "mtp (default),prediction"
+    assert page.do(DEFAULT) == "mtp (active),prediction"
     page.click("#promotion [data-drafter=prediction]")
     page.until(f"{BUTTONS} === 'Promote mtp,Promote none,Roll back to mtp'")
-    assert page.do(DEFAULT) == "prediction (default),mtp"
+    assert page.do(DEFAULT) == "prediction (active),mtp (previous)"
     server.chat()
     assert server.rows()[-1].drafter == "prediction"
     assert page.do("document.documentElement.scrollWidth") <= 390
@@ -404,7 +404,7 @@ def test_the_operators_key_is_asked_for_and_what_is_refused_is_said(serve, look)
         page.until(after)
     assert page.do("document.querySelector('#admin-key').hidden && document.querySelector('#promotion-error').hidden")
     assert server.backend.info().drafter == "none"
-    assert page.do(DEFAULT) == f"none (default),mtp,{HOSTILE}"
+    assert page.do(DEFAULT) == f"none (active),mtp (previous),{HOSTILE}"
     page.do("document.querySelectorAll('#promotion button')[1].click(); 0")
     page.until(f"{BUTTONS}.includes('Roll back to none')")
     page.until("!document.querySelector('#promotion [data-action=rollback]').disabled")  # the last answer has come

@@ -20,7 +20,8 @@ def refused(response) -> str:
 def test_it_tells_what_runs_and_how_the_service_is(serve_process):
     server = serve_process()
     told = server.http.get(ENGINE).json()
-    assert told.keys() == {"state", "running", "waiting", "draft_tokens", "drafters", "default_drafters"}
+    roles = {"drafters", "drafter_states", "default_drafters", "canary"}
+    assert told.keys() == {"state", "running", "waiting", "draft_tokens", *roles}
     assert (told["state"], told["running"], told["waiting"], told["draft_tokens"]) == ("ready", [], [], SLOTS)
     content = '{"repeat": 3000, "pause": 0.02}'  # a minute, which it is not given
     with server.http.stream(

@@ -18,10 +18,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [72, 105]},
     "/apply-template": {"messages": [{"role": "user", "content": "Hi"}]},
 }
-OPERATING: dict[str, dict[str, Any]] = {
-    "/v1/engine/drafters/promote": {"drafter": "none"},
-    "/v1/engine/drafters/rollback": {},
+OPERATING: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/drafters/active", "put"): {"drafter": "none"},
+    ("/v1/drafters", "post"): {"path": "new"},
 }
+UNDOING = {("/v1/drafters/active", "delete"), ("/v1/drafters/{name}", "delete")}
 GENERATING = (CHAT, "/v1/completions", "/v1/responses")
 
 
@@ -49,18 +50,19 @@ def references(part: Any) -> Iterator[str]:
             yield from references(one)
 
 
-def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
-    ref = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+def body_schema(document: dict[str, Any], path: str, method: str = "post") -> dict[str, Any]:
+    ref = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema: dict[str, Any] = document["components"]["schemas"][ref.rpartition("/")[2]]
     return schema
 
 
 def test_it_tells_of_every_endpoint_and_of_no_other(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
-    found = {(path, *methods) for path, methods in document["paths"].items()}
+    found = {(path, method) for path, methods in document["paths"].items() for method in methods}
     models = ["/tokenizer_info", "/v1/models", "/v1/models/{name}"]
-    operators = ["/", "/health", "/ready", "/version", "/metrics", "/v1/engine"]
-    assert found == {(path, "post") for path in BODIES | OPERATING} | {(path, "get") for path in [*models, *operators]}
+    operators = ["/", "/health", "/ready", "/version", "/metrics", "/v1/engine", "/v1/drafters"]
+    told = {(path, "get") for path in [*models, *operators]}
+    assert found == {(path, "post") for path in BODIES} | OPERATING.keys() | UNDOING | told
     assert {
         one["operationId"] for methods in document["paths"].values() for one in methods.values()
     } <= OPERATIONS.keys()
@@ -110,18 +112,30 @@ def test_refusals_have_statuses_that_it_names(server: AppServer, document: dict[
 
 
 def test_what_an_operator_sends_is_told_of_too(server: AppServer, document: dict[str, Any]) -> None:
-    for path, body in OPERATING.items():
-        assert set(body_schema(document, path).get("required", ())) == body.keys()
+    for (path, method), body in OPERATING.items():
+        assert set(body_schema(document, path, method).get("required", ())) == body.keys()
+        done, answer = ("201", "NewDrafter") if method == "post" else ("200", "Drafters")
         seen = {
-            server.http.post(path, json=body).status_code,
-            server.http.post(path, json=body, headers={"Host": "evil.example"}).status_code,
-            server.http.post(path, content=b"{", headers={"Content-Type": "application/json"}).status_code,
-            server.http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code,
+            server.http.request(method, path, json=body).status_code,
+            server.http.request(method, path, json=body, headers={"Host": "evil.example"}).status_code,
+            server.http.request(method, path, content=b"{", headers={"Content-Type": "application/json"}).status_code,
+            server.http.request(method, path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code,
         }
-        assert seen == {200, 403, 400, 415}
-        responses = document["paths"][path]["post"]["responses"]
+        assert seen == {int(done), 403, 400, 415}
+        responses = document["paths"][path][method]["responses"]
         assert {str(status) for status in seen} < responses.keys()
-        assert list(references(responses["200"])) == ["#/components/schemas/Drafters"]
+        assert list(references(responses[done])) == [f"#/components/schemas/{answer}"]
+
+
+def test_what_an_operator_undoes_is_told_of_too(server: AppServer, document: dict[str, Any]) -> None:
+    for path, method in UNDOING:
+        seen = {
+            server.http.request(method, path, headers={"Host": "evil.example"}).status_code,
+            server.http.request(method, path).status_code,
+        }
+        responses = document["paths"][path][method]["responses"]
+        assert {str(status) for status in seen} < responses.keys()
+        assert "requestBody" not in document["paths"][path][method]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -152,7 +166,8 @@ def test_before_an_upstream_it_tells_of_what_is_passed_on() -> None:
     with running_app(capture="off", upstream="http://127.0.0.1:9") as server:
         told = server.http.get("/openapi.json").json()
     assert {path for path in told["paths"] if path.startswith("/v1")} == {
-        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/v1/engine", *OPERATING,
+        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/v1/engine",
+        *(path for path, _ in [*OPERATING, *UNDOING]),
     }  # fmt: skip
     assert "default" in told["paths"][CHAT]["post"]["responses"]
     assert body_schema(told, CHAT).get("additionalProperties") is not False

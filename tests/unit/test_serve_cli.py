@@ -21,6 +21,7 @@ VALUES = {
     "dtype": "float32",
     "drafter": "hot_vocab:words.safetensors",
     "further_drafters": "none, prediction",
+    "drafter_dir": "runs",
     "allow_drafter_choice": "true",
     "draft_tokens": "8",
     "threads": "3",
@@ -145,10 +146,13 @@ def test_help_names_every_flag_variable_default_and_choice(monkeypatch, capsys):
         (["--drafter", "hot_vocab"], "hot_vocab:FILE"),
         (["--drafter", "hot_vocab:"], "hot_vocab:FILE"),
         (["--drafter", "mtp:file"], "--drafter"),
+        (["--drafter", "mtp:some/file"], "--drafter"),
+        (["--drafter", "student:"], "a student's directory"),
         (["--further-drafters", "none,student"], "--further-drafters"),
         (["--further-drafters", "none,"], "--further-drafters"),
         (["--further-drafters", "none,mtp"], "mtp is given twice"),
         (["--drafter", "hot_vocab:a", "--further-drafters", "hot_vocab:b"], "given twice"),
+        (["--drafter", "./one", "--further-drafters", "student:./one"], "student:./one is given twice"),
         (["--kv-memory", "0"], "--kv-memory"),
         (["--kv-memory", "nan"], "--kv-memory"),
         (["--prefix-cache", "maybe"], "--prefix-cache"),
@@ -222,6 +226,14 @@ def test_further_drafters_are_split_at_commas(parse):
     settings = parse("--further-drafters", "hot_vocab:a b.safetensors , none")
     assert settings.further_drafters == ("hot_vocab:a b.safetensors", "none")
     assert not settings.allow_drafter_choice  # they can be promoted without
+
+
+def test_a_directory_is_a_students(parse, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    settings = parse("--drafter", "here", "--further-drafters", "students/a:b,student:elsewhere,~/c,mtp")
+    assert settings.drafter == "student:here"
+    assert settings.further_drafters == ("student:students/a:b", "student:elsewhere", "student:~/c", "mtp")
 
 
 def test_a_mistake_in_a_key_does_not_tell_the_key(monkeypatch, capsys):
