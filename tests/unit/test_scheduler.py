@@ -269,7 +269,9 @@ def short_of_memory() -> LocalOptions:
     directory = checkpoints.random_endless().directory
     config = ModelConfig.from_directory(directory)
     state = DeltaNetSlots(config, 1, torch.device("cpu"), torch.bfloat16).slot_bytes
-    memory = 2 * state + 2.5 * page_bytes(config, torch.bfloat16, blocks=1)
+    memory = 2 * state + 2.5 * page_bytes(
+        config, torch.bfloat16, blocks=[(config.num_key_value_heads, config.head_dim)]
+    )
     return LocalOptions(str(directory), threads=1, max_num_seqs=2, prefix_cache=False, kv_memory=memory / GIB)
 
 
