@@ -111,7 +111,7 @@ def test_the_configuration_and_the_alerts_are_valid(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 rules found" in done.stdout
+    assert "6 rules found" in done.stdout
 
 
 def test_prometheus_is_let_in_with_the_key_of_its_own(watched):
@@ -216,6 +216,7 @@ def test_the_slots_of_an_upstream_that_counts_only_acceptance_are_of_all_its_ste
         ("DraftloopCaptureLoses", "critical", "draftloop_capture_failures_total", "0x50 1x30", {}),
         ("DraftloopCaptureLate", "warning", "draftloop_capture_late_total", "0x50 2x30", {}),
         ("DraftloopCaptureLate", "warning", "draftloop_capture_queue_depth", "1001x80", {}),
+        ("DraftloopCaptureFailing", "critical", "draftloop_capture_failing", "0x50 1x30", {}),
         ("DraftloopEngineRestarted", "warning", "draftloop_engine_restarts_total", "0x50 1x30", {}),
         ("DraftloopQueueGrows", "warning", "draftloop_num_requests_waiting", "1x80", {}),
     ],
