@@ -123,22 +123,17 @@ def batches(documents: Sequence[Forced], together: int) -> Iterator[list[int]]:
 
 
 def sampling_of(document: Document) -> SamplingParams:
-    """How a document was sampled; greedily where it does not say."""
-    given = document.sampling
-    if given is None:
+    """How a document was sampled, what it does not state left out; greedily where it states nothing."""
+    if document.sampling is None:
         return SamplingParams(temperature=0.0)
+    stated = document.sampling
+    plain = ("temperature", "top_p", "top_k", "min_p", "choice", "min_tokens", *PENALTIES)
     return SamplingParams(
-        temperature=given["temperature"],
-        top_p=given["top_p"],
-        top_k=given["top_k"],
-        min_p=given["min_p"],
+        **{name: stated[name] for name in plain if name in stated},
         seed=document.seed or 0,
-        choice=given["choice"],
-        **{name: given[name] for name in PENALTIES},
-        logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in given["logit_bias"].items())),
-        bad_words=tuple(tuple(ids) for ids in given["bad_words"]),
-        min_tokens=given["min_tokens"],
-        stop_token_ids=frozenset(given["stop_token_ids"]),
+        logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in stated.get("logit_bias", {}).items())),
+        bad_words=tuple(tuple(ids) for ids in stated.get("bad_words", ())),
+        stop_token_ids=frozenset(stated.get("stop_token_ids", ())),
     )
 
 

@@ -1,0 +1,160 @@
+"""What an evaluation takes, what it sets apart and why, and what it refuses in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.engine.sampling import SamplingParams
+from capture.records import Generation
+from tests.decoding import Request, decode
+from tests.exports import exported, row
+from training.cli import main
+from training.errors import TrainingError
+from training.evaluate.evaluation import DIFFERS, LOOPS, SHORT, UNKNOWN, EvaluateOptions, Evaluation, evaluate
+from training.evaluate.opening import Opened, open_all
+
+GREEDY = {"temperature": 0, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def opened() -> Opened:
+    return open_all("tiny", ("mtp", "prediction"), "cpu", "auto", 1)
+
+
+def answered(opened: Opened, text: str, number: int = 0, temperature: float = 0.0, **fields: Any) -> Generation:
+    """A row of the model's own answer to a prompt that is held out."""
+    model = opened.model
+    prompt = model.tokenizer.encode_chat([{"role": "user", "content": text}], {}, ()).ids
+    params = SamplingParams(temperature=temperature, seed=number)
+    request = Request(prompt, params, max_tokens=40, eos=frozenset(model.tokenizer.eos_ids))
+    (outcome,) = decode(model.runner, None, 0, [request])
+    given: dict[str, Any] = {
+        "prompt_tokens": list(prompt),
+        "parameters": GREEDY | {"temperature": temperature},
+        "seed": number,
+        "weights_fingerprint": model.fingerprints.weights,
+    }
+    return row(list(outcome.tokens), **given | fields)
+
+
+def instead(answer: Generation, name: str, tokens: list[int], **fields: Any) -> Generation:
+    """The same prompt with another answer."""
+    return replace(answer, id=name, completion_tokens=tokens, logprobs=[-0.5] * len(tokens), **fields)
+
+
+def over(opened: Opened, folder: Path, **more: Any) -> Evaluation:
+    options = EvaluateOptions(data=(folder,), held_out=False, rounds=50, **more)
+    return evaluate(options, opened=opened)
+
+
+def test_documents_are_set_apart_for_what_they_are(opened: Opened, tmp_path: Path) -> None:
+    good = answered(opened, "What is a list?")
+    tokens = list(map(int, good.completion_tokens or ()))
+    always = GREEDY | {"logit_bias": {str(tokens[0]): 999}}
+    others = [
+        instead(good, "wrong", [*tokens[:5], 77, 78]),
+        instead(good, "constrained", [*tokens[:5], 77], request={"tools": [{}], "messages": []}),
+        instead(good, "short", tokens[:1]),
+        instead(good, "loops", tokens[:1] * 30, parameters=always),
+        answered(opened, "Count.", number=3, temperature=0.7),
+    ]
+    found = over(opened, exported(tmp_path, good, *others))
+    assert found.set_apart == {SHORT: 1, DIFFERS: 1, UNKNOWN: 1, LOOPS: 1}
+    assert found.documents == 2
+    mtp = found.rows[0]
+    assert set(mtp.by["temperature"]) == {"0", "0.7"}
+    assert mtp.by["set apart"][LOOPS]["documents"] == 1
+    assert mtp.walk is not None
+    assert mtp.walk["steps"] == sum(group["walk"]["steps"] for group in mtp.by["temperature"].values())
+    assert mtp.stride is None
+
+
+def test_strides_see_the_same_anchors_whoever_drafts(opened: Opened, tmp_path: Path) -> None:
+    folder = exported(tmp_path, *(answered(opened, text, number=i) for i, text in enumerate(("What?", "Why a list?"))))
+    found = over(opened, folder, every=1)
+    tokens = found.tokens
+    for one in found.rows:
+        assert one.stride is not None
+        assert one.stride["anchors"] == tokens - 2  # N … T - 2 of two documents
+        assert one.stride["surv"][0] == one.stride["hit"][0]
+        assert set(one.by["depth"]) == {"0-512"}
+    again = over(opened, folder, every=1)
+    assert again.as_json() == found.as_json()
+
+
+def test_fixed_texts_are_judged_by_the_targets_own_choices(opened: Opened, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x + 1\n\n" * 60)
+    found = evaluate(EvaluateOptions(text=(text,), temperatures=(), rounds=20), opened=opened)
+    assert not found.rows
+    mtp, ngrams = found.texts
+    assert mtp.stride is not None
+    assert ngrams.stride is not None
+    assert mtp.stride["anchors"] == ngrams.stride["anchors"] > 50
+    assert list(mtp.by["depth"]) == ["0-512", "512-2048"]
+    assert sum(part["stride"]["anchors"] for part in mtp.by["depth"].values()) == mtp.stride["anchors"]
+    (name,) = mtp.by["text"]
+    assert name.startswith("text.py ")
+
+
+def test_answers_of_other_weights_are_refused(opened: Opened, tmp_path: Path) -> None:
+    folder = exported(tmp_path, row([5, 6, 7]))
+    with pytest.raises(TrainingError, match=r"other weights \(aaaaaaaaaaaa\) than the model's"):
+        over(opened, folder)
+
+
+def test_where_nothing_is_left_the_reasons_are_told(opened: Opened, tmp_path: Path) -> None:
+    folder = exported(tmp_path, instead(answered(opened, "Hi"), "one", [5]))
+    with pytest.raises(TrainingError, match="no document to evaluate on: 1 no step"):
+        over(opened, folder)
+    with pytest.raises(TrainingError, match="no document to evaluate on: there are none"):
+        evaluate(EvaluateOptions(data=(exported(tmp_path, row([5, 6]), name="train"),)), opened=opened)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing to evaluate on"),
+        (["nowhere.npz"], "no shard at nowhere.npz"),
+        (["--text", "short.txt", "--drafter", "eagle"], "no drafter 'eagle'"),
+        (["--text", "nowhere.txt"], "cannot read nowhere.txt: No such file"),
+        (["--text", "short.txt"], "short.txt has 1 tokens: a text needs 66"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("a")
+    monkeypatch.setattr("sys.argv", ["training", "evaluate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert said in errors[0]
+
+
+def test_the_table_tells_every_row(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported(tmp_path, answered(opened, "What is a list?"))
+    drafters = ("--drafter", "mtp", "--drafter", "prediction", "--drafter", "mtp")
+    monkeypatch.setattr("sys.argv", ["training", "evaluate", str(folder), "--all", *drafters, "--stride", "6"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "1 documents" in told
+    assert "set apart: none" in told
+    for word in ("mtp 2", "prediction", "τ", "Σ min(p, q)", "0-512"):
+        assert word in told
