@@ -45,9 +45,9 @@ ARRAYS = {
     "logprobs": np.float32,
     "doc_ids": np.dtype("<U36"),
     "split": np.uint8,
-    "seeds": "uint64",
-    "sampling": "int32",
-    "builds": "int32",
+    "seeds": np.uint64,
+    "sampling": np.int32,
+    "builds": np.int32,
 }
 
 
