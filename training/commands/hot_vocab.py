@@ -112,14 +112,14 @@ def _print(figures: dict[str, str], header: Header) -> None:
     if not header.held_out.tokens:
         return
     slots = range(len(header.reach[0].runs))
-    kinds = Table("held-out documents", "n", "own tokens", "in the list", *(f"next {j + 1}" for j in slots), "cap")
+    kinds = Table("held out", "n", "tokens", "listed", *(f"next {j + 1}" for j in slots), "cap", pad_edge=False)
     for reach in header.reach:
         shares = (reach.own.share, *(run.share for run in reach.runs), reach.chain_cap)
         cells = ("n/a" if share is None else f"{share:.4f}" for share in shares)
         kinds.add_row(reach.kind, str(reach.documents), str(reach.own.tokens), *cells)
     console.print(kinds)
     console.print(
-        f"Kinds by {header.kinds}. next j: the j tokens after an anchor are all in the list. "
+        f"Kinds by {header.kinds}; shares of their own tokens. next j: the j tokens after an anchor are all in the list. "
         "cap: the chain acceptance that no drafter with this list can pass."
     )
 
