@@ -119,7 +119,7 @@ def _print(figures: dict[str, str], header: Header) -> None:
         kinds.add_row(reach.kind, str(reach.documents), str(reach.own.tokens), *cells)
     console.print(kinds)
     console.print(
-        f"Kinds by {header.kinds}; shares of their own tokens. next j: the j tokens after an anchor are all in the list. "
+        f"Kinds by {header.kinds}; shares of their own tokens. next j: the j tokens after an anchor are all listed. "
         "cap: the chain acceptance that no drafter with this list can pass."
     )
 
