@@ -62,7 +62,7 @@ class Server:
 
     def version(self) -> Version:
         """Raises ServerError where what answers there is no draftloop server that has loaded its model."""
-        told = self._ask("GET", "/version")
+        told = self.ask("GET", "/version")
         try:
             prints = told["fingerprints"]
             names = ("weights", "tokenizer", "chat_template", "build")
@@ -72,9 +72,10 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer. Raises RefusedError where this request has none, ServerError where the server cannot be asked."""
-        return self._ask("POST", path, body)
+        return self.ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Any other request. Raises as `post` does; a GET has an answer or the server cannot be asked."""
         for _ in range(PATIENCE):
             try:
                 response = self._client.request(method, path, json=body)

@@ -11,6 +11,7 @@ from training.commands.default import first_of
 from training.commands.evaluate import evaluate
 from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
+from training.commands.promote import promote
 from training.commands.terminal import errors
 from training.commands.tiny import tiny
 
@@ -26,6 +27,7 @@ app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
 app.add_typer(first_of({"drafters": evaluate}), name="evaluate")
 app.command()(tiny)
 app.command()(judge)
+app.command()(promote)
 
 
 def main() -> None:

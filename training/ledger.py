@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -151,13 +151,13 @@ class Ledger:
         for line in text.split("\n"):
             if not line.strip():
                 continue
-            fields = _line(line)
-            if fields is None:
+            told = _line(line)
+            if told is None:
                 damaged += 1
-            elif fields["schema"] > SCHEMA:
-                raise TrainingError(f"the ledger {self.path} has schema {fields['schema']}; this build reads {SCHEMA}")
+            elif told["schema"] > SCHEMA:
+                raise TrainingError(f"the ledger {self.path} has schema {told['schema']}; this build reads {SCHEMA}")
             else:
-                runs[str(fields["id"])] = Run(fields)
+                runs[str(told["id"])] = Run(told)
         return list(runs.values()), damaged
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -214,9 +214,11 @@ def code() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can say it; not-a-number and infinities, which it cannot, as None."""
+    """The value as JSON can say it; not-a-number and infinities, which it cannot, as None. Fields of dataclasses whose
+    metadata calls them secret are left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        told = [one for one in fields(value) if not one.metadata.get("secret")]
+        return {one.name: plain(getattr(value, one.name)) for one in told}
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -241,13 +243,13 @@ def _ending(error: BaseException) -> tuple[Outcome, str]:
 
 def _line(text: str) -> dict[str, Any] | None:
     try:
-        fields = json.loads(text)
+        told = json.loads(text)
     except ValueError:
         return None
-    known = isinstance(fields, dict) and isinstance(fields.get("schema"), int)
-    if not known or not all(isinstance(fields.get(name), str) for name in ("id", "command", "started", "outcome")):
+    known = isinstance(told, dict) and isinstance(told.get("schema"), int)
+    if not known or not all(isinstance(told.get(name), str) for name in ("id", "command", "started", "outcome")):
         return None
-    return dict(fields)
+    return dict(told)
 
 
 def _git(root: Path, *arguments: str) -> str | None:

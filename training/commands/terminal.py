@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +24,20 @@ LedgerPath = Annotated[
         show_default=False,
     ),
 ]
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM as what Ctrl-C is, so that what was begun is taken back or put down in order."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def progress() -> Progress:
