@@ -105,6 +105,12 @@ class Forced:
     hidden: Tensor
     scalars: Scalars | None = None
 
+    def cpu(self) -> Forced:
+        """The same with its tensors on the CPU."""
+        one = self.scalars
+        told = one and Scalars(one.log_z.cpu(), one.argmax.cpu(), one.chosen_logprob.cpu(), one.hot_mass.cpu())
+        return Forced(self.document, self.hidden.cpu(), told)
+
 
 def find_shards(inputs: Sequence[Path]) -> list[Shard]:
     """The shards of exported directories (all their manifest names) and single npz files, each once, in given order.
