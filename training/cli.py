@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from training.commands.checkpoints import checkpoints
 from training.commands.default import first_of
 from training.commands.evaluate import evaluate
 from training.commands.hot_vocab import grow, hot_vocab
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
-app.add_typer(first_of({"drafters": evaluate}), name="evaluate")
+app.add_typer(first_of({"drafters": evaluate, "checkpoints": checkpoints}), name="evaluate")
 app.command()(tiny)
 app.command()(judge)
 app.command()(promote)

@@ -1,13 +1,14 @@
 """Draft blocks against their teacher's distributions, all on one fixed set of documents (TRAINING §1.7).
 
 What training optimises, beside the walk's acceptance, which is what it is for. Teacher-forced: every slot is fed the
-document's tokens. Knows no drafting and no file.
+document's tokens. Knows no drafting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,16 +16,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.drafters.recursive import RecursiveDrafter
 from backend.models.draft_block import DraftBlock, NativeBlock
+from backend.models.fingerprint import hash_ids
 from backend.models.qwen3_5 import Qwen35
 from training.data import Forced
 from training.errors import TrainingError
 from training.evaluate.figures import Bootstrap, Figure, Ratio
+from training.evaluate.opening import Contestant, open_all
+from training.forced import read_forced, read_manifest
 from training.recursion import recursive_outputs
 
 Report = Callable[[str, int, int], None]
 FIGURES = ("teacher_kl", "covered_mass", "top1", "top5", "gold_top1")
 _ROWS = 256  # of logits at once
+
+
+@dataclass(frozen=True)
+class CheckpointsOptions:
+    """`checkpoints`: students' directories, and mtp and hot_vocab:FILE beside them, differences being to the first.
+    `data`: what `training extract` made. `held_out`: of that the held-out documents alone."""
+
+    checkpoints: tuple[str, ...]
+    data: Path
+    model: str = "tiny"
+    teacher: Literal["trunk", "mtp"] = "trunk"
+    slots: int = 4
+    window: int = 512
+    held_out: bool = True
+    resamples: int = 1000
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +91,62 @@ class Judged:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The table, and the set it is of: `tokens` are the model's own, in `windows` seen at a time."""
+    """The table, and the set it is of: `tokens` are the model's own, in `windows` seen at a time.
+
+    `data`: the sha256 of each of its shards, where it came from files.
+    """
 
     teacher: str
     documents: int
     tokens: int
     windows: int
     checkpoints: list[Judged]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    data: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def compare_checkpoints(options: CheckpointsOptions, report: Report = lambda doing, done, total: None) -> Provenance:
+    """The table over an extraction. Raises TrainingError for one of another model, or without an anchor, and
+    BackendError where the model or a checkpoint cannot be loaded."""
+    manifest = read_manifest(options.data)
+    teachers = [options.teacher] if options.teacher == "mtp" else []
+    opened = open_all(options.model, [*options.checkpoints, *teachers], options.device, options.dtype, options.threads)
+    loaded = opened.model
+    for name in ("weights", "tokenizer"):
+        theirs, ours = manifest["fingerprints"][name], getattr(loaded.fingerprints, name)
+        if theirs != ours:
+            raise TrainingError(
+                f"{options.data} was extracted from another model: {name} {theirs[:12]}, here {ours[:12]}"
+            )
+    found = provenance(
+        loaded.runner.model,
+        [_checkpoint(one) for one in opened.contestants[: len(options.checkpoints)]],
+        list(read_forced(options.data, True if options.held_out else None)),
+        vocab=loaded.vocab,
+        teacher=options.teacher,
+        slots=options.slots,
+        window=options.window,
+        resamples=options.resamples,
+        seed=options.seed,
+        report=report,
+    )
+    return replace(
+        found,
+        fingerprints={name: getattr(loaded.fingerprints, name) for name in ("weights", "tokenizer", "build")},
+        data=tuple(shard["sha256"] for shard in manifest["shards"]),
+    )
+
+
+def _checkpoint(contestant: Contestant) -> Checkpoint:
+    drafter = contestant.drafter
+    if not isinstance(drafter, RecursiveDrafter):
+        raise TrainingError(f"{contestant.given!r} has no weights to judge: a student, mtp or hot_vocab:FILE has")
+    ids = drafter.draft_block.ids
+    d2t = None if ids is None else hash_ids(ids)
+    return Checkpoint(contestant.name, drafter.draft_block, contestant.parameters_read, d2t)
 
 
 @torch.inference_mode()
