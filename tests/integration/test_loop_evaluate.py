@@ -153,7 +153,7 @@ PER_SLOT = ("proposed", "accepted")
 def test_walks_of_what_was_served_in_company_are_the_servers_counts(
     server: ProcessServer, drafters: Drafters, tmp_path: Path
 ) -> None:
-    ask(server, list(drafters.given), WAYS, max_tokens=40)
+    ask(server, list(drafters.given), WAYS, max_tokens=24)
     assert counted(server, "mtp")[1][0] > 50, "there was something to count"
     assert_walks_are_the_servers_counts(server, drafters, tmp_path / "export")
 
@@ -165,7 +165,7 @@ def test_the_command_compares_drafters_over_an_export(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask(server, ["mtp"], WAYS[:1], max_tokens=40)
+    ask(server, ["mtp"], WAYS[:1], max_tokens=24)
     folder = exported(server, tmp_path / "export")
     asked = [word for given in drafters.given.values() for word in ("--drafter", given)]
     line = ["training", "evaluate", str(folder), *asked, "--all", "--stride", "9", "--json", "--most", "12"]

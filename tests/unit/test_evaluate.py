@@ -14,8 +14,10 @@ from tests.decoding import Request, decode
 from tests.exports import exported, row
 from training.cli import main
 from training.errors import TrainingError
-from training.evaluate.evaluation import DIFFERS, LOOPS, SHORT, UNKNOWN, EvaluateOptions, Evaluation, evaluate
+from training.evaluate.evaluation import EvaluateOptions, Evaluation, evaluate
+from training.evaluate.gathering import DIFFERS, LOOPS, SHORT, UNKNOWN
 from training.evaluate.opening import Opened, open_all
+from training.extract import ExtractOptions, extract
 
 GREEDY = {"temperature": 0, "max_tokens": 40}
 
@@ -71,6 +73,32 @@ def test_documents_are_set_apart_for_what_they_are(opened: Opened, tmp_path: Pat
     assert mtp.walk is not None
     assert mtp.walk["steps"] == sum(group["walk"]["steps"] for group in mtp.by["temperature"].values())
     assert mtp.stride is None
+
+
+def test_several_exports_are_classes_told_apart_and_a_document_of_two_counts_once(
+    opened: Opened, tmp_path: Path
+) -> None:
+    first, second = answered(opened, "What is a list?"), answered(opened, "Count.", number=1)
+    folders = (exported(tmp_path, first, name="chat"), exported(tmp_path, first, second, name="code"))
+    found = evaluate(EvaluateOptions(data=folders, held_out=False, rounds=20, every=5), opened=opened)
+    classes = found.rows[0].by["class"]
+    assert {name: group["documents"] for name, group in classes.items()} == {"chat": 1, "code": 1}
+    assert found.documents == 2
+    assert found.rows[0].stride is not None
+    assert sum(group["stride"]["anchors"] for group in classes.values()) == found.rows[0].stride["anchors"]
+    some = evaluate(EvaluateOptions(data=folders, held_out=False, rounds=20, most=1), opened=opened)
+    assert some.documents == 1
+
+
+def test_an_extraction_is_evaluated_as_the_export_that_it_is_of(opened: Opened, tmp_path: Path) -> None:
+    rows = [answered(opened, text, number=i, temperature=i / 2) for i, text in enumerate(("What?", "Why a list?"))]
+    folder = exported(tmp_path, *rows)
+    extracted = extract(ExtractOptions(inputs=(folder,), model="tiny", out=tmp_path / "forced", device="cpu"))
+    found, again = (over(opened, one, every=3).as_json() for one in (folder, extracted))
+    assert found == again
+    (extracted / "manifest.json").unlink()
+    with pytest.raises(TrainingError, match="no complete export"):
+        over(opened, extracted)
 
 
 def test_strides_see_the_same_anchors_whoever_drafts(opened: Opened, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from backend.drafters.hot_vocab import Coverage, Header, HotVocab, hot_vocab_drafter
 from backend.drafters.mtp import mtp_drafter
-from backend.drafters.prediction import PredictionDrafter
 from backend.drafters.protocol import Drafter
 from backend.engine.probe import probe
 from backend.engine.runner import Runner
@@ -22,6 +21,7 @@ from backend.text.tokenizer import ChatTokenizer
 from tests.decoding import Outcome, Request, decode
 from training.data import Document, Forced
 from training.evaluate.choices import choices, first_difference
+from training.evaluate.stride import StrideOptions, judged, stride
 from training.evaluate.walk import walk
 from training.force import force_documents
 
@@ -45,7 +45,6 @@ class Tiny:
         makers: dict[str, Callable[[], Drafter]] = {
             "mtp": lambda: mtp_drafter(self.runner.model, self.block),
             "hot_vocab": lambda: hot_vocab_drafter(self.runner.model, self.block, some_of(self.vocab)),
-            "prediction": PredictionDrafter,
         }
         return makers[kind]()
 
@@ -118,7 +117,7 @@ def counted(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "hot_vocab", "prediction"])
+@pytest.mark.parametrize("kind", ["mtp", "hot_vocab"])
 def test_every_slot_of_a_walk_is_proposed_and_accepted_as_the_engine_did(
     tiny: Tiny, requests: list[Request], kind: str
 ) -> None:
@@ -129,7 +128,18 @@ def test_every_slot_of_a_walk_is_proposed_and_accepted_as_the_engine_did(
         found = walk(tiny.runner.model, tiny.drafter(kind), documents, SLOTS, vocab=tiny.vocab, together=together)
         assert [(list(one.proposed), list(one.accepted)) for one in found] == counted(outcomes)
         assert [one.steps for one in found] == [len(outcome.steps) for outcome in outcomes]
-    assert kind == "prediction" or sum(sum(one.accepted) for one in found) > 100, "there was something to count"
+    assert sum(sum(one.accepted) for one in found) > 100, "there was something to count"
+
+
+def test_an_anchor_sees_the_drafts_that_the_walks_step_from_there_had(tiny: Tiny, requests: list[Request]) -> None:
+    options = StrideOptions(slots=SLOTS, every=100, temperatures=())
+    for request in requests[:3]:
+        (outcome,) = decode(tiny.runner, tiny.drafter("mtp"), SLOTS, [request])
+        cut = tiny.forced(replace(request, eos=frozenset()), outcome.tokens[: SLOTS + 1])
+        anchored = judged(tiny.runner.model, cut, cut.document.answer, options, tiny.vocab)
+        (sums,) = stride(tiny.runner.model, tiny.drafter("mtp"), [anchored], options, tiny.vocab)
+        accepted = outcome.steps[0].accepted
+        assert sums["surv"].sum(0).tolist() == [float(slot < accepted) for slot in range(SLOTS)]
 
 
 def test_an_unknown_budget_is_the_answers_length(tiny: Tiny, requests: list[Request]) -> None:

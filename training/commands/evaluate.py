@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import LedgerPath, Model, Threads, progress
+from training.commands.terminal import LedgerPath, Model, progress
 
 if TYPE_CHECKING:
     from training.evaluate.evaluation import Evaluation, Row
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def evaluate(
     inputs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[EXPORT]...", help="Directories that `capture export` made, or npz shards."),
+        typer.Argument(
+            metavar="[EXPORT]...",
+            help="Directories that `capture export` or `training extract` made, or npz shards. Several are told of as "
+            "classes, too.",
+        ),
     ] = None,
     model: Model = "tiny",
     drafter: Annotated[
@@ -48,7 +52,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     ledger: LedgerPath = None,
-    threads: Threads = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; as `serve` chooses unless given.", show_default=False)
+    ] = None,
 ) -> None:
     """Compare drafters on answers the model gave: what each would have had accepted, exactly as the server counts it.
 

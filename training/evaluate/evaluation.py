@@ -5,38 +5,33 @@ What is compared, over what, and what was set apart; the arithmetic is in `walk`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from backend.engine.sampling import SamplingParams
+from backend.loading import Loaded
 from backend.models.qwen3_5 import Qwen35
-from training.data import Document, Forced, Shard, find_shards, read_documents
+from training.data import Document, Forced
 from training.errors import TrainingError
-from training.evaluate.choices import choices, first_difference
+from training.evaluate.choices import choices
 from training.evaluate.corpus import texts
 from training.evaluate.figures import Bootstrap, Figure, Strided, Walked, depths
 from training.evaluate.following import sampling_of
+from training.evaluate.gathering import LOOPS, Report, gather, sources
 from training.evaluate.opening import Contestant, Opened, open_all
 from training.evaluate.stride import Judged, StrideOptions, judged, stride
 from training.evaluate.walk import walk
 from training.force import force_documents
-from training.repetition import loops
-
-Report = Callable[[str, int, int], None]
-
-LOOPS, DIFFERS, UNKNOWN, SHORT = "loops", "chosen otherwise here", "sampling unknown", "no step"
-"""Why a document is set apart: it repeats itself; the target does not choose its tokens (another build, a grammar); the
-same, and the capture does not say how it was sampled; it has fewer than two generated tokens."""
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """`data`: exports or shards; `text`: files of fixed text. `drafters` as `serve --drafter` has them, or a student's
-    directory; differences are to the first. `every`: anchors every so many positions, None for walks alone. `held_out`:
-    those documents alone. `seed`: of the bootstrap and of coupled sampling's noise."""
+    """`data`: exports, shards or extractions, each a class of its own where there are several; `text`: files of fixed
+    text. `drafters`: mtp, prediction, hot_vocab:FILE or a student's directory; differences are to the first. `every`:
+    anchors every so many positions, None for walks alone. `held_out`: those documents alone. `seed`: of the bootstrap
+    and of coupled sampling's noise."""
 
     data: tuple[Path, ...] = ()
     text: tuple[Path, ...] = ()
@@ -99,14 +94,14 @@ def evaluate(
     """
     if not (options.data or options.text):
         raise TrainingError("nothing to evaluate on: an export of captured answers or --text is needed")
-    shards = find_shards(options.data)
+    data = sources(options.data)
     opened = opened or open_all(options.model, options.drafters, options.device, options.dtype, options.threads)
     loaded = opened.model
-    used, looping, set_apart = _own(shards, options, opened, report) if shards else ([], [], Counter[str]())
-    if options.data and not used:
-        told = ", ".join(f"{count} {reason}" for reason, count in set_apart.items()) or "there are none"
+    own = gather(data, loaded, held_out=options.held_out, most=options.most, report=report)
+    if data and not own.used:
+        told = ", ".join(f"{count} {reason}" for reason, count in own.set_apart.items()) or "there are none"
         raise TrainingError(f"no document to evaluate on: {told}")
-    rows = compare(loaded.runner.model, loaded.vocab, opened.contestants, used, options, report, looping)
+    rows = compare(loaded, opened.contestants, own.used, options, report, looping=own.looping, classes=own.classes)
     documents = texts(options.text, loaded.tokenizer, min(options.longest_text, loaded.config.max_position_embeddings))
     forced = force_documents(loaded.runner, documents, report) if documents else []
     return Evaluation(
@@ -116,29 +111,34 @@ def evaluate(
         slots=options.slots,
         every=options.every,
         seed=options.seed,
-        documents=len(used),
-        tokens=sum(len(one.document.answer) for one in used),
-        set_apart=dict(set_apart),
+        documents=len(own.used),
+        tokens=sum(len(one.document.answer) for one in own.used),
+        set_apart=dict(own.set_apart),
         rows=tuple(rows),
-        texts=tuple(_over_texts(loaded.runner.model, loaded.vocab, opened.contestants, forced, options, report)),
+        texts=tuple(_over_texts(loaded, opened.contestants, forced, options, report)),
     )
 
 
 def compare(
-    model: Qwen35,
-    vocab: int,
+    loaded: Loaded,
     contestants: Sequence[Contestant],
     documents: Sequence[Forced],
     options: EvaluateOptions,
     report: Report = lambda doing, done, total: None,
+    *,
     looping: Sequence[Forced] = (),
+    classes: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """A row for each drafter over answers the model itself chose; `looping` ones are told of as a group apart."""
+    """A row for each drafter over answers the model itself chose; `looping` ones are told of as a group apart.
+
+    `classes`: of each document by its id, where they are to be told apart.
+    """
     if not documents:
         return []
+    model, vocab = loaded.runner.model, loaded.vocab
     every = [*documents, *looping]
     anchored = _anchored(model, vocab, documents, options)
-    groups = _groups([forced.document for forced in documents])
+    groups = _groups([forced.document for forced in documents], classes or {})
     bootstrap = Bootstrap(len(documents), options.rounds, options.seed)
     rows: list[Row] = []
     first: tuple[Walked, Strided | None] | None = None
@@ -146,16 +146,15 @@ def compare(
         heard = _heard(report, f"walking {one.name}", len(every))
         counts = walk(model, one.drafter, every, options.slots, vocab=vocab, report=heard)
         walked = Walked.of(counts[: len(documents)])
-        by: dict[str, dict[str, dict[str, Any]]] = {}
-        for grouping, members in groups.items():
-            by[grouping] = {
-                group: {"documents": len(who), "walk": _part(walked, who, options)} for group, who in members.items()
-            }
+        strided = _strided(model, vocab, one, anchored, options, report)
+        by = {
+            grouping: {group: _part(walked, strided, who, options) for group, who in members.items()}
+            for grouping, members in groups.items()
+        }
         if looping:
             apart = Walked.of(counts[len(documents) :])
             figures = apart.figures(Bootstrap(len(looping), options.rounds, options.seed))
             by["set apart"] = {LOOPS: {"documents": len(looping), "walk": figures}}
-        strided = _strided(model, vocab, one, anchored, options, report)
         if strided:
             by["depth"] = _by_depth(strided, bootstrap)
         difference: dict[str, Figure] | None = None
@@ -183,38 +182,8 @@ def compare(
     return rows
 
 
-def _own(
-    shards: Sequence[Shard], options: EvaluateOptions, opened: Opened, report: Report
-) -> tuple[list[Forced], list[Forced], Counter[str]]:
-    """Documents to compare over, those that loop, and how many were set apart for each reason."""
-    loaded = opened.model
-    documents = read_documents(shards, loaded.tokenizer.fingerprint, loaded.config.vocab_size)
-    wanted = [one for one in documents if one.held_out or not options.held_out][: options.most]
-    mine = loaded.fingerprints.weights
-    if other := next((one for one in wanted if one.weights != mine), None):
-        raise TrainingError(
-            f"document {other.id} was generated by other weights ({other.weights[:12]}) than the model's ({mine[:12]})"
-        )
-    set_apart: Counter[str] = Counter()
-    enough = [one for one in wanted if len(one.answer) > 1]
-    if len(wanted) > len(enough):
-        set_apart[SHORT] = len(wanted) - len(enough)
-    used, looping = [], []
-    for forced in force_documents(loaded.runner, enough, report):
-        document = forced.document
-        if first_difference(loaded.runner.model, forced, loaded.vocab) is not None:
-            set_apart[UNKNOWN if document.sampling is None else DIFFERS] += 1
-        elif loops(document.answer):
-            set_apart[LOOPS] += 1
-            looping.append(forced)
-        else:
-            used.append(forced)
-    return used, looping, set_apart
-
-
 def _over_texts(
-    model: Qwen35,
-    vocab: int,
+    loaded: Loaded,
     contestants: Sequence[Contestant],
     documents: Sequence[Forced],
     options: EvaluateOptions,
@@ -222,6 +191,7 @@ def _over_texts(
 ) -> list[Row]:
     if not documents:
         return []
+    model, vocab = loaded.runner.model, loaded.vocab
     anchors = _stride_options(options)
     greedy = SamplingParams(temperature=0.0)
     anchored = [judged(model, one, choices(model, one, greedy, vocab), anchors, vocab) for one in documents]
@@ -264,16 +234,20 @@ def _stride_options(options: EvaluateOptions) -> StrideOptions:
     return StrideOptions(options.slots, options.every or options.slots, options.temperatures, options.seed)
 
 
-def _groups(documents: Sequence[Document]) -> dict[str, dict[str, list[int]]]:
+def _groups(documents: Sequence[Document], classes: Mapping[str, str]) -> dict[str, dict[str, list[int]]]:
     """By what the documents are told apart: group → which of them."""
-    temperatures: dict[str, list[int]] = {}
+    found: dict[str, dict[str, list[int]]] = {"temperature": {}, **({"class": {}} if classes else {})}
     for i, document in enumerate(documents):
-        temperatures.setdefault(f"{sampling_of(document).temperature:g}", []).append(i)
-    return {"temperature": dict(sorted(temperatures.items()))}
+        found["temperature"].setdefault(f"{sampling_of(document).temperature:g}", []).append(i)
+        if classes:
+            found["class"].setdefault(classes[document.id], []).append(i)
+    return {grouping: dict(sorted(groups.items())) for grouping, groups in found.items()}
 
 
-def _part(walked: Walked, who: Sequence[int], options: EvaluateOptions) -> dict[str, Any]:
-    return walked.part(who).figures(Bootstrap(len(who), options.rounds, options.seed))
+def _part(walked: Walked, strided: Strided | None, who: Sequence[int], options: EvaluateOptions) -> dict[str, Any]:
+    bootstrap = Bootstrap(len(who), options.rounds, options.seed)
+    found = {"documents": len(who), "walk": walked.part(who).figures(bootstrap)}
+    return found | ({"stride": strided.part(who).figures(bootstrap)} if strided else {})
 
 
 def _by_depth(strided: Strided, bootstrap: Bootstrap) -> dict[str, dict[str, Any]]:
