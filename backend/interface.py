@@ -375,7 +375,7 @@ class ChatBackend(Protocol):
         """As GET /v1/drafters has them. Raises InvalidRequest where there are none, as all methods below do."""
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Mapping[str, Any]:
-        """Load a student beside the running drafters and let it prove itself; its entry of `list_drafters`, and its trial.
+        """Load a student beside the running drafters and try it; its entry of `list_drafters`, and how the trial went.
 
         `path`: inside the directory that the server allows. `min_acceptance`: of slot 0. Raises InvalidRequest for
         whatever is wrong with it, and nothing has changed then; BackendUnavailable where the backend ends meanwhile.

@@ -38,7 +38,6 @@ class Live:
     drafter: Drafter
     came: bool
     parameters_read: int
-    evaluation: Mapping[str, Any] | None
     loaded_at: float
     held: int = 0  # by so many sequences that have not ended
     leaving: bool = False
@@ -68,7 +67,7 @@ class LiveDrafters:
         """Those that the server was started with, attached; called once, before any other."""
         self.default = DefaultDrafter(default.name if default else "none")
         for name, drafter in drafters.items():
-            self._add(Live(drafter, False, _parameters_read(drafter), None, time.time()))
+            self._add(Live(drafter, False, _parameters_read(drafter), time.time()))
             self._counts.begin(name)
         for source in SOURCES:
             self._counts.begin(source)
@@ -205,8 +204,8 @@ class LiveDrafters:
         return found
 
     async def _attach(self, candidate: Candidate) -> Live:
-        drafter, evaluation = candidate.drafter, candidate.student.header.evaluation
-        live = Live(drafter, True, _parameters_read(drafter), evaluation or None, time.time())
+        drafter = candidate.drafter
+        live = Live(drafter, True, _parameters_read(drafter), time.time())
         self._blocks[drafter.block] += 1  # before the engine is asked: whoever lets the block go then sees it
         try:
             await asyncio.wrap_future(self._engine.call(partial(_attach, candidate)))
@@ -264,7 +263,7 @@ class LiveDrafters:
             "state": self._state(name),
             "loaded_at": live.loaded_at,
             "parameters_read": live.parameters_read,
-            "evaluation": live.evaluation,
+            "evaluation": live.drafter.evaluation if isinstance(live.drafter, RecursiveDrafter) else None,
             "acceptance": {
                 "drafts": stats.drafts,
                 "draft_tokens_per_pos": stats.draft_tokens_per_pos,

@@ -76,7 +76,6 @@ class Candidate:
     """A drafter that may be attached. `pool`: room for its block, None where the memory has that block already."""
 
     drafter: RecursiveDrafter
-    student: Student
     pool: KeyValuePages | None
     tiles: Mapping[str, RowTile]  # of its products
     trial: Mapping[str, Any]  # JSON-ready
@@ -120,7 +119,7 @@ class Examination:
             "candidate": candidate.as_json(),
             "active": active.as_json(),
         }
-        return Candidate(drafter, student, pool, tiles, trial)
+        return Candidate(drafter, pool, tiles, trial)
 
     def _judge(self, candidate: Tried, active: Tried) -> None:
         name, counts = candidate.stats.drafter, candidate.stats

@@ -6,8 +6,9 @@ come from the trunk's hidden states; rows of a draft are provisional and overwri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +38,21 @@ class RecursiveState:
 class RecursiveDrafter:
     """See `backend.drafters.protocol.Drafter`."""
 
-    def __init__(self, model: Qwen35, draft_block: DraftBlock, name: str, fingerprint: str, rows: str) -> None:
-        """`rows`: the fingerprint of what the block keeps in the sequences' pages, which several drafters may share."""
+    def __init__(
+        self,
+        model: Qwen35,
+        draft_block: DraftBlock,
+        name: str,
+        fingerprint: str,
+        rows: str,
+        evaluation: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`rows`: the fingerprint of what the block keeps in the sequences' pages, which several drafters may share.
+        `evaluation`: what its maker has found it to be worth, JSON-ready."""
         for module in draft_block.own:
             prepare(module)
         self.name, self.fingerprint, self.block = name, fingerprint, rows
-        self.model, self.draft_block = model, draft_block
+        self.model, self.draft_block, self.evaluation = model, draft_block, evaluation
         self.weight = model.model.embed_tokens.weight
         self._vocab = model.config.vocab_size
         self._ids = None if draft_block.ids is None else draft_block.ids.to(self.weight.device, torch.int64)

@@ -110,7 +110,8 @@ class Student:
 def student_drafter(model: Qwen35, student: Student) -> RecursiveDrafter:
     """Makes the block ready to decode with, after which it can be neither trained nor saved: give it a copy of one that
     is still to be."""
-    return RecursiveDrafter(model, student.block, student.name, student.fingerprint, student.fingerprint)
+    prints, worth = student.fingerprint, student.header.evaluation
+    return RecursiveDrafter(model, student.block, student.name, prints, prints, worth or None)
 
 
 def check_name(name: str) -> str:

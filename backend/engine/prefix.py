@@ -103,6 +103,15 @@ class PrefixCache:
                 break
         return True
 
+    def learn(self, snapshot: Snapshot, place: Place, block: str) -> None:
+        """A drafter block's rows before the boundary have just been run on the place that begins with this snapshot."""
+        if not any(one is snapshot for one in self._snapshots.values()):
+            return  # it had to make room meanwhile
+        whole, rest = divmod(snapshot.boundary, PAGE)
+        if rest:  # whole pages are the same ones; this copy has all that its source has, and those rows
+            self._memory.copy(place.pages[whole], snapshot.pages[whole], rest)
+        snapshot.blocks.add(block)
+
     def forget_block(self, block: str) -> None:
         """No snapshot has a drafter block's rows any more: they have been let go."""
         for snapshot in self._snapshots.values():

@@ -116,8 +116,11 @@ class Scheduler:
         if sequence.drafter:
             sequence.draft_state = sequence.drafter.new_state(sequence.prompt, place.pages)
             if snapshot:
-                known = sequence.drafter.block is None or sequence.drafter.block in snapshot.blocks
+                block = sequence.drafter.block
+                known = block is None or block in snapshot.blocks
                 sequence.drafter.resume(sequence.draft_state, snapshot.boundary, known)
+                if self.prefix is not None and block is not None and not known:
+                    self.prefix.learn(snapshot, place, block)
         return True
 
     def _place(self, sequence: Sequence, pages: int) -> tuple[Place, Snapshot | None] | None:

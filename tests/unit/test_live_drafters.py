@@ -14,6 +14,7 @@ import pytest
 
 from backend import trial
 from backend.default_drafter import place
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.scheduler import Scheduler
 from backend.interface import BackendUnavailable, ChatEvent, ChatRequest, InvalidRequest, Result, SamplingRequest
 from backend.loading import LocalOptions
@@ -380,6 +381,26 @@ def test_what_a_drafter_left_in_the_prefix_cache_goes_with_it(backend, run):
     hits = backend.stats().prefix_cache_hits
     assert steps("after") == first
     assert backend.stats().prefix_cache_hits > hits
+
+
+def test_a_new_drafter_runs_the_rows_of_a_known_prefix_once(backend, run, monkeypatch):
+    resume, found = RecursiveDrafter.resume, []
+
+    def resuming(drafter: RecursiveDrafter, state: Any, boundary: int, known: bool) -> None:
+        found.append((drafter.name, known))
+        resume(drafter, state, boundary, known)
+
+    run(load(backend, "whole"))
+    monkeypatch.setattr(RecursiveDrafter, "resume", resuming)
+    greedy = replace(GREEDY, max_tokens=30)
+    names = ("mtp", "whole", "whole", "mtp")
+    results = [
+        run(answer(backend, replace(ask(f"{name}-{i}", greedy, name, SYSTEM), cache_salt="once")))
+        for i, name in enumerate(names)
+    ]
+    assert found == [("whole", False), ("whole", True), ("mtp", True)]
+    assert len({tokens(result) for result in results}) == 1
+    assert len({tuple((step.drafted, step.accepted) for step in result.steps) for result in results}) == 1
 
 
 # -- what is counted -------------------------------------------------------------------------------------------------
