@@ -43,9 +43,9 @@ class Checkpoint:
 @cache
 def random_qwen() -> Checkpoint:
     """The real Qwen3.5 vocabulary over a random trunk, thinking by default."""
-    directory = qwen_tokenizer.build(_place("random-qwen"))
-    _random_weights(directory, vocab=QWEN_VOCAB, loudness={"<|im_end|>": 7.5, "</think>": 8.0})
-    return Checkpoint("random-qwen", directory, thinks=True)
+    made = Checkpoint("random-qwen", qwen_tokenizer.build(_place("random-qwen")), thinks=True)
+    _random_weights(made, vocab=QWEN_VOCAB, loudness={"<|im_end|>": 7.5, "</think>": 8.0})
+    return made
 
 
 @cache
@@ -72,6 +72,7 @@ def without_mtp(source: Checkpoint) -> Checkpoint:
     return Checkpoint(f"{source.name}-headless", directory, thinks=source.thinks)
 
 
+@cache
 def tiny() -> Checkpoint:
     """The bundled model; only where `has_tiny`."""
     return Checkpoint("tiny", BUNDLED, thinks=False)
@@ -91,16 +92,16 @@ def _small(name: str, *, loudness: Mapping[str, float], max_len: int = 2048) -> 
     for file in TOKENIZER_FILES:
         shutil.copy(BUNDLED / file, directory)
     vocab = json.loads((BUNDLED / "config.json").read_text())["vocab_size"]
-    _random_weights(directory, vocab=vocab, loudness=loudness, max_len=max_len)
-    return Checkpoint(name, directory, thinks=False)
+    made = Checkpoint(name, directory, thinks=False)
+    _random_weights(made, vocab=vocab, loudness=loudness, max_len=max_len)
+    return made
 
 
-def _random_weights(directory: Path, *, vocab: int, loudness: Mapping[str, float], max_len: int = 2048) -> None:
-    """bfloat16 weights beside the tokenizer in `directory`; `loudness` multiplies the head's rows of literals."""
+def _random_weights(made: Checkpoint, *, vocab: int, loudness: Mapping[str, float], max_len: int = 2048) -> None:
+    """bfloat16 weights beside the tokenizer that is there; `loudness` multiplies the head's rows of literals."""
     # Untied: a token that is loud in the head and the embedding alike would repeat itself for ever.
     shape = factory.Shape(vocab=vocab, max_len=max_len, tied=False)
     model = factory.build(shape)
-    literal_id = ChatTokenizer.load(directory).literal_id
     for literal, factor in loudness.items():
-        model.lm_head.weight[literal_id(literal)] *= factor
-    factory.save(model, shape, directory, dtype=torch.bfloat16)
+        model.lm_head.weight[made.tokenizer.literal_id(literal)] *= factor
+    factory.save(model, shape, made.directory, dtype=torch.bfloat16)

@@ -149,15 +149,15 @@ def test_ranks_agree_with_likelihoods(server: ProcessServer) -> None:
         assert len(told) == (4 if own["rank"] <= 4 else 5)
 
 
-def test_a_chats_rendered_prompt_completed_is_the_chats_answer(model_server: ProcessServer) -> None:
+def test_a_chats_rendered_prompt_completed_is_the_chats_answer(drafting: ProcessServer) -> None:
     messages = [{"role": "user", "content": "What is <think>?"}]
     sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "presence_penalty": 0, "seed": 3, "max_tokens": 48}
     asked = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True}}
-    chat = model_server.http.post("/v1/chat/completions", json={**asked, **sampled, "return_token_ids": True}).json()
+    chat = drafting.http.post("/v1/chat/completions", json={**asked, **sampled, "return_token_ids": True}).json()
     # The client's own "<think>" is text to a chat and would be a token to a raw prompt: only the ids are the same.
-    ids = model_server.http.post("/tokenize", json=asked).json()["tokens"]
+    ids = drafting.http.post("/tokenize", json=asked).json()["tokens"]
     assert ids == chat["prompt_token_ids"]
-    raw = ask(model_server, ids, **sampled, return_token_ids=True)["choices"][0]
+    raw = ask(drafting, ids, **sampled, return_token_ids=True)["choices"][0]
     assert raw["token_ids"] == chat["choices"][0]["token_ids"]
     message = chat["choices"][0]["message"]
     said = (message.get("reasoning_content") or "") + (message["content"] or "")

@@ -11,7 +11,10 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from backend.interface import BackendError
+from backend.loading import LocalOptions, load
 from tests.answers import Answer, streamed, whole
 from tests.checkpoints import Checkpoint, random_small, without_mtp
 from tests.servers import ROOT, ProcessServer, clean_environment, serve_command
@@ -46,34 +49,30 @@ def prompt_tokens(server: ProcessServer, content: str) -> int:
 
 
 @ASKS
-def test_an_over_long_prompt_is_refused_with_openais_code(
-    model_server: ProcessServer, ask: Callable[..., Answer]
-) -> None:
-    limit = max_model_len(model_server)
-    error = refusal(model_server, "word " * limit, ask)
+def test_an_over_long_prompt_is_refused_with_openais_code(drafting: ProcessServer, ask: Callable[..., Answer]) -> None:
+    limit = max_model_len(drafting)
+    error = refusal(drafting, "word " * limit, ask)
     assert (error.code, error.param) == ("context_length_exceeded", "messages")
     assert f"maximum context length is {limit} tokens" in error.message
 
 
 @ASKS
-def test_one_token_more_than_there_is_room_for_is_refused(
-    model_server: ProcessServer, ask: Callable[..., Answer]
-) -> None:
-    limit = max_model_len(model_server)
-    counted = [prompt_tokens(model_server, "word " * count) for count in (100, 200)]
+def test_one_token_more_than_there_is_room_for_is_refused(drafting: ProcessServer, ask: Callable[..., Answer]) -> None:
+    limit = max_model_len(drafting)
+    counted = [prompt_tokens(drafting, "word " * count) for count in (100, 200)]
     filling = "word " * (100 * (limit - 40) // (counted[1] - counted[0]) - 10)  # leaves little room for an answer
-    prompt = prompt_tokens(model_server, filling)
+    prompt = prompt_tokens(drafting, filling)
     room = limit - prompt
     assert 0 < room < 100
-    error = refusal(model_server, filling, ask, max_tokens=room + 1)
+    error = refusal(drafting, filling, ask, max_tokens=room + 1)
     assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
     assert all(str(number) in error.message for number in (limit, prompt, room + 1))
     for asked in ({"max_tokens": room}, {}):
-        assert 1 <= ask(model_server.openai, filling, **asked).usage["completion_tokens"] <= room
+        assert 1 <= ask(drafting.openai, filling, **asked).usage["completion_tokens"] <= room
 
 
-def test_max_completion_tokens_is_named_as_the_client_named_it(model_server: ProcessServer) -> None:
-    error = refusal(model_server, "Hi", max_completion_tokens=max_model_len(model_server))
+def test_max_completion_tokens_is_named_as_the_client_named_it(drafting: ProcessServer) -> None:
+    error = refusal(drafting, "Hi", max_completion_tokens=max_model_len(drafting))
     assert (error.code, error.param) == ("context_length_exceeded", "max_completion_tokens")
 
 
@@ -86,15 +85,15 @@ def test_max_completion_tokens_is_named_as_the_client_named_it(model_server: Pro
 )
 @ASKS
 def test_what_the_template_refuses_is_told_in_its_words(
-    model_server: ProcessServer, ask: Callable[..., Answer], messages: list[dict[str, Any]], said: str
+    drafting: ProcessServer, ask: Callable[..., Answer], messages: list[dict[str, Any]], said: str
 ) -> None:
-    error = refusal(model_server, messages, ask)
+    error = refusal(drafting, messages, ask)
     assert said in error.message
     assert error.param == "messages"
 
 
-def test_a_part_that_is_no_text_is_refused_by_its_place(model_server: ProcessServer) -> None:
-    error = refusal(model_server, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}])
+def test_a_part_that_is_no_text_is_refused_by_its_place(drafting: ProcessServer) -> None:
+    error = refusal(drafting, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}])
     assert error.param == "messages[0].content[1]"
     assert "image_url" in error.message
 
@@ -108,16 +107,16 @@ def test_a_part_that_is_no_text_is_refused_by_its_place(model_server: ProcessSer
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_a_parameter_that_is_not_supported_is_named(model_server: ProcessServer, more: dict[str, Any]) -> None:
+def test_a_parameter_that_is_not_supported_is_named(drafting: ProcessServer, more: dict[str, Any]) -> None:
     (name,) = more
-    error = refusal(model_server, "Hi", **more)
+    error = refusal(drafting, "Hi", **more)
     assert (error.code, error.param) == ("unsupported_parameter", name)
     assert name in error.message
 
 
-def test_an_unknown_model_is_not_found(model_server: ProcessServer) -> None:
+def test_an_unknown_model_is_not_found(drafting: ProcessServer) -> None:
     with pytest.raises(openai.NotFoundError) as raised:
-        model_server.openai.chat.completions.create(model="gpt-5", messages=[USER])  # type: ignore[list-item]
+        drafting.openai.chat.completions.create(model="gpt-5", messages=[USER])  # type: ignore[list-item]
     assert raised.value.code == "model_not_found"
 
 
@@ -156,9 +155,12 @@ def test_a_broken_checkpoint_is_one_line(damage: Callable[[Path], None], named: 
     directory = tmp_path / "checkpoint"
     shutil.copytree(random_small().directory, directory)
     damage(directory)
-    told = fails_to_start(Checkpoint("broken", directory, thinks=False), tmp_path)
+    with pytest.raises(BackendError) as refused:  # which `serve` ends with: as the empty directory's, below
+        load(LocalOptions(model=str(directory), threads=torch.get_num_threads()))
+    told = str(refused.value)
     assert str(directory) in told
     assert named in told
+    assert "\n" not in told
 
 
 def test_an_empty_directory_is_one_line(tmp_path: Path) -> None:

@@ -51,15 +51,15 @@ def test_models_are_told_only_once_one_is_loaded(serve):
     assert server.http.get("/v1/models").status_code == 503
 
 
-def test_it_tells_what_a_request_that_says_nothing_gets(model_server: ProcessServer) -> None:
-    told = model_server.openai.models.retrieve(MODEL).model_extra["default_sampling_params"]
+def test_it_tells_what_a_request_that_says_nothing_gets(drafting: ProcessServer) -> None:
+    told = drafting.openai.models.retrieve(MODEL).model_extra["default_sampling_params"]
     assert told.keys() == {"thinking", "non_thinking"}
     for mode, thinks in (("thinking", True), ("non_thinking", False)):
-        answer = model_server.openai.chat.completions.create(
+        answer = drafting.openai.chat.completions.create(
             model=MODEL,
             messages=HI,
             max_tokens=1,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinks}},
         )
-        (row,) = [row for row in model_server.rows() if row.id == answer.id.removeprefix("chatcmpl-")]
+        (row,) = [row for row in drafting.rows() if row.id == answer.id.removeprefix("chatcmpl-")]
         assert {name: row.parameters[name] for name in told[mode]} == told[mode]

@@ -83,8 +83,8 @@ def test_streamed_is_whole(server, asked):
 
 
 @pytest.mark.parametrize("asked", ASKED_OF_A_MODEL)
-def test_streamed_is_whole_for_a_model(model_server, asked):
-    whole, streamed = both(model_server, {"max_tokens": 24, **ASKED_OF_A_MODEL[asked]})
+def test_streamed_is_whole_for_a_model(drafting, asked):
+    whole, streamed = both(drafting, {"max_tokens": 24, **ASKED_OF_A_MODEL[asked]})
     for body in (whole, streamed):
         for name in ("id", "created", "timings"):
             body.pop(name, None)
@@ -102,10 +102,10 @@ def test_streamed_is_whole_for_a_model(model_server, asked):
             assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
 
 
-def test_the_first_of_several_choices_is_what_one_alone_would_be(model_server):
+def test_the_first_of_several_choices_is_what_one_alone_would_be(drafting):
     asked = {"seed": 8, "temperature": 2, "top_k": 0, "top_p": 1, "max_tokens": 12, "logprobs": True}
-    alone = model_server.chat(**asked).json()["choices"][0]
-    choices = model_server.chat(**asked, n=4).json()["choices"]
+    alone = drafting.chat(**asked).json()["choices"][0]
+    choices = drafting.chat(**asked, n=4).json()["choices"]
     choices[0].pop("timings")
     assert choices[0] == alone
     assert len({json.dumps(choice["logprobs"]) for choice in choices}) == 4

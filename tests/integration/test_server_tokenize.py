@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Checkpoint
+from tests.checkpoints import tiny
 from tests.fake_backend import Script
 from tests.servers import MODEL, ProcessServer, eventually, running_app
 
@@ -126,36 +126,34 @@ def test_nothing_is_told_before_the_model_is_loaded(serve):
     assert server.http.get("/tokenizer_info").status_code == 404, "the fake one says nothing of it"
 
 
-def test_a_real_tokenizer_goes_both_ways(model_server: ProcessServer, checkpoint: Checkpoint) -> None:
-    told = post(model_server, "/tokenize", model=MODEL, prompt=TEXT, return_token_strs=True)
-    assert told["tokens"] == list(checkpoint.tokenizer.encode_text(TEXT).ids)
+def test_a_real_tokenizer_goes_both_ways(drafting: ProcessServer) -> None:
+    told = post(drafting, "/tokenize", model=MODEL, prompt=TEXT, return_token_strs=True)
+    assert told["tokens"] == list(tiny().tokenizer.encode_text(TEXT).ids)
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
     assert told["token_strs"][0] == "<|im_start|>"
-    assert told["max_model_len"] == model_server.http.get(f"/v1/models/{MODEL}").json()["max_model_len"]
-    assert post(model_server, "/detokenize", tokens=told["tokens"])["prompt"] == TEXT
-    pieces = post(model_server, "/tokenize", content=TEXT, with_pieces=True)["tokens"]
+    assert told["max_model_len"] == drafting.http.get(f"/v1/models/{MODEL}").json()["max_model_len"]
+    assert post(drafting, "/detokenize", tokens=told["tokens"])["prompt"] == TEXT
+    pieces = post(drafting, "/tokenize", content=TEXT, with_pieces=True)["tokens"]
     assert [one["id"] for one in pieces] == told["tokens"]
     spelled = [one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in pieces]
     assert b"".join(spelled).decode() == TEXT
-    response = model_server.http.post("/detokenize", json={"tokens": [10**7]})
+    response = drafting.http.post("/detokenize", json={"tokens": [10**7]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_a_rendered_conversation_is_the_prompt_that_a_chat_has(
-    model_server: ProcessServer, checkpoint: Checkpoint
-) -> None:
+def test_a_rendered_conversation_is_the_prompt_that_a_chat_has(drafting: ProcessServer) -> None:
     for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}):
-        prompt = post(model_server, "/apply-template", messages=MESSAGES, **more)["prompt"]
-        ids = post(model_server, "/tokenize", messages=MESSAGES, **more)["tokens"]
+        prompt = post(drafting, "/apply-template", messages=MESSAGES, **more)["prompt"]
+        ids = post(drafting, "/tokenize", messages=MESSAGES, **more)["tokens"]
         kwargs = {name: value for name, value in more.items() if name == "add_generation_prompt"}
-        expected = checkpoint.tokenizer.encode_chat(MESSAGES, {**kwargs, **more.get("chat_template_kwargs", {})})
+        expected = tiny().tokenizer.encode_chat(MESSAGES, {**kwargs, **more.get("chat_template_kwargs", {})})
         assert (prompt, ids) == (expected.text, list(expected.ids))
-        assert post(model_server, "/tokenize", prompt=prompt)["tokens"] == ids
+        assert post(drafting, "/tokenize", prompt=prompt)["tokens"] == ids
 
 
-def test_an_evaluation_harness_finds_the_tokenizers_facts(model_server: ProcessServer, checkpoint: Checkpoint) -> None:
-    facts = model_server.http.get("/tokenizer_info").json()
-    assert facts["chat_template"] == checkpoint.tokenizer.template
+def test_an_evaluation_harness_finds_the_tokenizers_facts(drafting: ProcessServer) -> None:
+    facts = drafting.http.get("/tokenizer_info").json()
+    assert facts["chat_template"] == tiny().tokenizer.template
     assert facts["bos_token"] is None
-    (end,) = post(model_server, "/tokenize", prompt=facts["eos_token"], add_special_tokens=False)["tokens"]
-    assert end in checkpoint.tokenizer.eos_ids
+    (end,) = post(drafting, "/tokenize", prompt=facts["eos_token"], add_special_tokens=False)["tokens"]
+    assert end in tiny().tokenizer.eos_ids
