@@ -1,1 +1,1 @@
-"""The parts of `training.distill`: batches, teacher, schedule, state."""
+"""The parts of `training.distill`: batches, teacher, schedule, one step's losses, processes together, state on disk."""

@@ -7,7 +7,7 @@ stands in exactly one window, with what it may look at before it and its slots' 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,17 @@ def epoch(lengths: Sequence[int], tokens: int, seed: int, number: int) -> list[l
     return batches
 
 
-def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch.device) -> Batch:
+def stream(lengths: Sequence[int], tokens: int, seed: int, skip: int) -> Iterator[list[int]]:
+    """The batches of epoch after epoch, without end, but for the first `skip`."""
+    number = 0
+    while True:
+        batches = epoch(lengths, tokens, seed, number)
+        yield from batches[skip:]
+        skip = max(0, skip - len(batches))
+        number += 1
+
+
+def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch.device, dtype: torch.dtype) -> Batch:
     """Cut the windows out of their documents. The scalars are taken where every document has them."""
     width = max(window.length for window in chosen)
     parts = [documents[window.document] for window in chosen]
@@ -109,7 +119,7 @@ def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch
             log_z[row, :length] = part.scalars.log_z[span]
     return Batch(
         tokens.to(device),
-        hidden.to(device),
+        hidden.to(device, dtype),
         None if log_z is None else log_z.to(device),
         anchors.to(device),
         torch.tensor([window.length for window in chosen], device=device),

@@ -32,8 +32,8 @@ class Teacher:
         return list(recursive_outputs(block, self._model.embed, batch.tokens, batch.hidden, slots))
 
     @torch.no_grad()
-    def target(self, trunk: Tensor, log_z: Tensor | None, native: Tensor | None, alpha: float) -> tuple[Tensor, Tensor]:
-        """t(S) · (α t(x | S) + (1 - α) m(x | S)), float32 [n, S], and the trunk's t(S), [n].
+    def target(self, trunk: Tensor, log_z: Tensor | None, native: Tensor | None, alpha: float) -> Tensor:
+        """t(S) · (α t(x | S) + (1 - α) m(x | S)), float32 [n, S].
 
         trunk, native [n, H]: hidden states of the trunk and the native head's rows (None: α is 1). log_z float32 [n]:
         of the trunk's logits over the whole vocabulary, computed here where it is not given. What the trunk puts
@@ -48,4 +48,4 @@ class Teacher:
         mixed = logits.softmax(-1)
         if native is not None and alpha < 1:
             mixed = alpha * mixed + (1 - alpha) * F.linear(native, self.weight).float().softmax(-1)
-        return mixed * mass[:, None], mass
+        return mixed * mass[:, None]
