@@ -9,9 +9,12 @@ import typer
 
 from training.commands.checkpoints import checkpoints
 from training.commands.default import first_of
+from training.commands.distill import distill
 from training.commands.evaluate import evaluate
+from training.commands.extract import extract
 from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
+from training.commands.loop import loop
 from training.commands.promote import promote
 from training.commands.terminal import errors
 from training.commands.tiny import tiny
@@ -26,9 +29,12 @@ app = typer.Typer(
 )
 app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
 app.add_typer(first_of({"drafters": evaluate, "checkpoints": checkpoints}), name="evaluate")
+app.command()(extract)
+app.command()(distill)
 app.command()(tiny)
 app.command()(judge)
 app.command()(promote)
+app.command()(loop)
 
 
 def main() -> None:

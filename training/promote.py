@@ -72,6 +72,7 @@ class Verdict:
     candidate: str
     incumbent: str
     requests: int = 0
+    tokens_served: int = 0  # in blocks
     trial: Trial | None = None
     steps: Ratio | None = None
     throughput: Ratio | None = None
@@ -99,7 +100,7 @@ def promote(options: PromoteOptions, report: Report = lambda doing, done, total:
     Whatever ends this early, an interruption too, makes the incumbent the default again. Raises TrainingError where
     there is too little to try it on, and ServerError where the server cannot be asked.
     """
-    name = options.name or _name(options.drafter)
+    name = options.name or candidate_name(options.drafter)
     with ExitStack() as stack:
         clients = stack.enter_context(Server(options.server, options.api_key))
         operator = Operator(stack.enter_context(Server(options.server, options.admin_key or options.api_key)))
@@ -179,6 +180,7 @@ class _Run:
         parts = (added([b.candidate_steps for b in blocks]), added([b.incumbent_steps for b in blocks]))
         found: dict[str, Any] = {
             "trial": trial,
+            "tokens_served": sum(one.tokens for served in traffic.values() for one in served),
             "throughput": throughput(blocks, self.options.seed),
             "candidate_tau": tau(list(ours.values())),
             "incumbent_tau": tau(list(theirs.values())),
@@ -272,8 +274,11 @@ def _counts(served: Sequence[Served]) -> dict[str, Counts]:
     return found
 
 
-def _name(drafter: Path) -> str:
-    """The checkpoint's own name and the beginning of its weights' hash: another training is another name."""
+def candidate_name(drafter: Path) -> str:
+    """The checkpoint's own name and the beginning of its weights' hash: another training is another name.
+
+    Raises TrainingError where there is no checkpoint.
+    """
     path = drafter / "config.json"
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
