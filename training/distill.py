@@ -45,6 +45,8 @@ from training.ledger import identity
 from training.repetition import loops
 from training.student import initialise
 
+__all__ = ["DistillOptions", "Plan", "distill", "plan"]
+
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
 
