@@ -141,7 +141,7 @@ class LiveDrafters:
         live = self._live[name]
         self._leave(live)
         if live.release:
-            await live.release
+            await asyncio.shield(live.release)
 
     def promote(self, name: str, canary: float | None) -> None:
         """See `ChatBackend.promote`. Of those that came over the API, the ones left without a role go."""

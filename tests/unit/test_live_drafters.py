@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from backend import trial
 from backend.default_drafter import place
 from backend.drafters.recursive import RecursiveDrafter
+from backend.engine.engine import Engine
 from backend.engine.scheduler import Scheduler
 from backend.interface import BackendUnavailable, ChatEvent, ChatRequest, InvalidRequest, Result, SamplingRequest
 from backend.loading import LocalOptions
@@ -437,11 +439,13 @@ def test_steps_are_timed_where_one_drafter_had_them_alone(backend, run):
 
 
 def test_an_engine_that_begins_anew_still_has_them(shelf, monkeypatch):
-    reserve, flags = Scheduler.reserve, []
+    reserve = Scheduler.reserve
+    to_break: list[Engine] = []
+    left: list[Future[None]] = []  # what an engine was called for and did not come to
 
     def broken(scheduler: Scheduler) -> None:
-        if flags and scheduler.decoding:
-            flags.pop()
+        if to_break and scheduler.decoding:
+            left.append(to_break.pop().call(lambda loop: None))
             raise LookupError("lost count")
         reserve(scheduler)
 
@@ -457,10 +461,12 @@ def test_an_engine_that_begins_anew_still_has_them(shelf, monkeypatch):
 
             async def crash() -> None:
                 await backend.unload_drafter("leaving")
-                flags.append("now")
+                to_break.append(backend._engine)
 
             crashed = await answer(backend, ask("crashed", replace(SEEDED, max_tokens=400), "leaving"), crash)
             assert crashed.finish_reason == "error"
+            with pytest.raises(BackendUnavailable, match="lost count"):
+                left[0].result(30)
             while not backend.ready():
                 await asyncio.sleep(0.01)
             after = await answer(backend, ask("after"))
