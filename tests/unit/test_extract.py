@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +35,7 @@ from tests.capture_rows import generation, write
 from tests.decoding import Outcome, Request, decode
 from tests.factory import Shape
 from tests.factory import build as random_model
+from training.cli import main
 from training.data import Document, Forced, Scalars, find_shards, read_documents
 from training.errors import TrainingError
 from training.extract import ExtractOptions, extract, plan, read_forced, read_manifest
@@ -354,6 +359,37 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, served: Served, monkeypa
     monkeypatch.setattr("shutil.disk_usage", lambda place: full)
     with pytest.raises(TrainingError, match="GB free"):
         extract(asked)
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    """`training …` in this process, as its entry point runs it: exit code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setenv("COLUMNS", "200")
+        patch.setattr("sys.argv", ["training", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def test_the_command_tells_what_it_would_write_and_what_it_wrote(tmp_path: Path, served: Served) -> None:
+    export, out = exported(tmp_path, served.rows), tmp_path / "forced"
+    asked = ("extract", export, "--out", out, "--threads", 1)
+    tokens = sum(len(row.prompt_tokens or ()) + len(row.completion_tokens or ()) for row in served.rows)
+    code, told, _ = command(*asked, "--dry-run")
+    assert (code, out.exists()) == (0, False)
+    assert re.search(rf"6 documents, {tokens} tokens: 0\.00\d GB at most, in 1 shards", told)
+    code, _, complaint = command(*asked, "--max-gb", "1e-9")
+    assert code == 2
+    assert complaint.splitlines()[-1].startswith("error: 6 documents of")
+    code, told, _ = command(*asked)
+    assert code == 0
+    assert told.splitlines()[-1] == str(out)
+    assert re.search(r"same build, equal to the last bit +│ 6 +│ \d+ +│ 0 ", told)
+    [*_, line] = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    entry = json.loads(line)
+    assert (entry["command"], entry["outcome"]) == ("extract", "ok")
+    assert entry["figures"]["counts"]["tokens"] == tokens
 
 
 # The gate
