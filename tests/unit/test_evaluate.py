@@ -94,7 +94,7 @@ def test_an_extraction_is_evaluated_as_the_export_that_it_is_of(opened: Opened, 
     rows = [answered(opened, text, number=i, temperature=i / 2) for i, text in enumerate(("What?", "Why a list?"))]
     folder = exported(tmp_path, *rows)
     extracted = extract(ExtractOptions(inputs=(folder,), model="tiny", out=tmp_path / "forced", device="cpu"))
-    found, again = (over(opened, one, every=3).as_json() for one in (folder, extracted))
+    found, again = (over(opened, one, every=8, temperatures=(1.0,)).as_json() for one in (folder, extracted))
     assert found == again
     (extracted / "manifest.json").unlink()
     with pytest.raises(TrainingError, match="no complete export"):
@@ -103,14 +103,14 @@ def test_an_extraction_is_evaluated_as_the_export_that_it_is_of(opened: Opened, 
 
 def test_strides_see_the_same_anchors_whoever_drafts(opened: Opened, tmp_path: Path) -> None:
     folder = exported(tmp_path, *(answered(opened, text, number=i) for i, text in enumerate(("What?", "Why a list?"))))
-    found = over(opened, folder, every=1)
+    found = over(opened, folder, every=1, temperatures=(1.0,))
     tokens = found.tokens
     for one in found.rows:
         assert one.stride is not None
         assert one.stride["anchors"] == tokens - 2  # N … T - 2 of two documents
         assert one.stride["surv"][0] == one.stride["hit"][0]
         assert set(one.by["depth"]) == {"0-512"}
-    again = over(opened, folder, every=1)
+    again = over(opened, folder, every=1, temperatures=(1.0,))
     assert again.as_json() == found.as_json()
 
 
@@ -122,7 +122,7 @@ def test_fixed_texts_are_judged_by_the_targets_own_choices(opened: Opened, tmp_p
     mtp, ngrams = found.texts
     assert mtp.stride is not None
     assert ngrams.stride is not None
-    assert mtp.stride["anchors"] == ngrams.stride["anchors"] > 50
+    assert mtp.stride["anchors"] == ngrams.stride["anchors"] > 40
     assert list(mtp.by["depth"]) == ["0-512", "512-2048"]
     assert sum(part["stride"]["anchors"] for part in mtp.by["depth"].values()) == mtp.stride["anchors"]
     (name,) = mtp.by["text"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 
-from backend.drafters.hot_vocab import Coverage, Header, HotVocab, hot_vocab_drafter
 from backend.drafters.mtp import mtp_drafter
 from backend.drafters.protocol import Drafter
 from backend.engine.probe import probe
@@ -30,7 +29,7 @@ SLOTS = 4
 
 
 class Tiny:
-    """The bundled model, ready to decode, and its drafters."""
+    """The bundled model, ready to decode, and its own drafter."""
 
     def __init__(self) -> None:
         directory = resolve_model("tiny")
@@ -41,12 +40,8 @@ class Tiny:
             probe(self.runner)
         self.vocab = min(loaded.config.vocab_size, self.tokenizer.vocab_size)
 
-    def drafter(self, kind: str) -> Drafter:
-        makers: dict[str, Callable[[], Drafter]] = {
-            "mtp": lambda: mtp_drafter(self.runner.model, self.block),
-            "hot_vocab": lambda: hot_vocab_drafter(self.runner.model, self.block, some_of(self.vocab)),
-        }
-        return makers[kind]()
+    def drafter(self) -> Drafter:
+        return mtp_drafter(self.runner.model, self.block)
 
     def prompt(self, text: str) -> tuple[int, ...]:
         return self.tokenizer.encode_chat([{"role": "user", "content": text}], {}, ()).ids
@@ -72,15 +67,6 @@ class Tiny:
         return forced
 
 
-def some_of(vocab: int) -> HotVocab:
-    """A list that misses tokens the model says."""
-    ids = torch.arange(0, vocab, dtype=torch.int32)
-    ids = ids[(ids % 3 != 0) | (ids < 300)]
-    none = Coverage(covered=0, tokens=0)
-    header = Header.model_construct(tokenizer="t", train=none, held_out=none, sources=[])
-    return HotVocab(ids, torch.zeros(len(ids), dtype=torch.int64), header)
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Tiny:
     return Tiny()
@@ -100,7 +86,7 @@ def requests(tiny: Tiny) -> list[Request]:
     ]
     return [
         Request(tiny.prompt(text), one, max_tokens=max_tokens, eos=eos)
-        for max_tokens in (60, 7)
+        for max_tokens in (40, 7)
         for text, one in zip(TEXTS, params, strict=True)
     ]
 
@@ -117,55 +103,52 @@ def counted(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "hot_vocab"])
-def test_every_slot_of_a_walk_is_proposed_and_accepted_as_the_engine_did(
-    tiny: Tiny, requests: list[Request], kind: str
-) -> None:
-    outcomes = decode(tiny.runner, tiny.drafter(kind), SLOTS, requests, together=4)
+def test_every_slot_of_a_walk_is_proposed_and_accepted_as_the_engine_did(tiny: Tiny, requests: list[Request]) -> None:
+    outcomes = decode(tiny.runner, tiny.drafter(), SLOTS, requests, together=4)
     documents = [tiny.forced(request, outcome.tokens) for request, outcome in zip(requests, outcomes, strict=True)]
     assert {outcome.finish for outcome in outcomes} == {"stop", "length"}
     for together in (1, 5):
-        found = walk(tiny.runner.model, tiny.drafter(kind), documents, SLOTS, vocab=tiny.vocab, together=together)
+        found = walk(tiny.runner.model, tiny.drafter(), documents, SLOTS, vocab=tiny.vocab, together=together)
         assert [(list(one.proposed), list(one.accepted)) for one in found] == counted(outcomes)
         assert [one.steps for one in found] == [len(outcome.steps) for outcome in outcomes]
-    assert sum(sum(one.accepted) for one in found) > 100, "there was something to count"
+    assert sum(sum(one.accepted) for one in found) > 50, "there was something to count"
 
 
 def test_an_anchor_sees_the_drafts_that_the_walks_step_from_there_had(tiny: Tiny, requests: list[Request]) -> None:
     options = StrideOptions(slots=SLOTS, every=100, temperatures=())
     for request in requests[:3]:
-        (outcome,) = decode(tiny.runner, tiny.drafter("mtp"), SLOTS, [request])
+        (outcome,) = decode(tiny.runner, tiny.drafter(), SLOTS, [request])
         cut = tiny.forced(replace(request, eos=frozenset()), outcome.tokens[: SLOTS + 1])
         anchored = judged(tiny.runner.model, cut, cut.document.answer, options, tiny.vocab)
-        (sums,) = stride(tiny.runner.model, tiny.drafter("mtp"), [anchored], options, tiny.vocab)
+        (sums,) = stride(tiny.runner.model, tiny.drafter(), [anchored], options, tiny.vocab)
         accepted = outcome.steps[0].accepted
         assert sums["surv"].sum(0).tolist() == [float(slot < accepted) for slot in range(SLOTS)]
 
 
 def test_an_unknown_budget_is_the_answers_length(tiny: Tiny, requests: list[Request]) -> None:
     request = replace(requests[0], max_tokens=9, eos=frozenset())
-    (outcome,) = decode(tiny.runner, tiny.drafter("mtp"), SLOTS, [request])
+    (outcome,) = decode(tiny.runner, tiny.drafter(), SLOTS, [request])
     forced = tiny.forced(request, outcome.tokens)
     silent = replace(forced, document=replace(forced.document, sampling=None, seed=None))
-    (found,) = walk(tiny.runner.model, tiny.drafter("mtp"), [silent], SLOTS, vocab=tiny.vocab)
+    (found,) = walk(tiny.runner.model, tiny.drafter(), [silent], SLOTS, vocab=tiny.vocab)
     assert [(list(found.proposed), list(found.accepted))] == counted([outcome])
 
 
 def test_documents_without_steps_count_nothing(tiny: Tiny, requests: list[Request]) -> None:
     forced = [tiny.forced(replace(requests[0], max_tokens=n), [5] * n) for n in (0, 1)]
-    found = walk(tiny.runner.model, tiny.drafter("mtp"), forced, SLOTS)
+    found = walk(tiny.runner.model, tiny.drafter(), forced, SLOTS)
     assert [(one.steps, sum(one.proposed)) for one in found] == [(0, 0), (0, 0)]
 
 
 def test_what_serving_said_is_what_the_target_chooses_and_nothing_else_is(tiny: Tiny, requests: list[Request]) -> None:
-    outcomes = decode(tiny.runner, None, 0, requests, together=4)
-    for request, outcome in zip(requests, outcomes, strict=True):
+    outcomes = decode(tiny.runner, None, 0, requests[6:], together=4)
+    for request, outcome in zip(requests[6:], outcomes, strict=True):
         forced = tiny.forced(request, outcome.tokens)
         assert first_difference(tiny.runner.model, forced, tiny.vocab) is None
         at = len(outcome.tokens) // 2
         wrong = tiny.forced(request, [*outcome.tokens[:at], 77, *outcome.tokens[at + 1 :]])
         assert first_difference(tiny.runner.model, wrong, tiny.vocab) == len(request.prompt) + at
-    sampled = tiny.forced(requests[1], outcomes[1].tokens)
+    sampled = tiny.forced(requests[7], outcomes[1].tokens)
     other = replace(sampled, document=replace(sampled.document, seed=4))
     assert first_difference(tiny.runner.model, other, tiny.vocab) is not None
 
