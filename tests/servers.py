@@ -69,13 +69,21 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics; its labels in any order."""
+        return self.metrics(name)[name, frozenset(labels.items())]
+
+    def metrics(self, prefix: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """All samples of /metrics whose name begins so, by name and labels, as of one moment."""
         from prometheus_client.parser import text_string_to_metric_families as parse
 
-        for family in parse(self.http.get("/metrics").text):
-            for sample in family.samples:
-                if sample.name == f"draftloop_{name}" and sample.labels == labels:
-                    return float(sample.value)
-        raise KeyError((name, labels))
+        # To read all of it would take longer than the server takes to tell it.
+        chosen = [
+            line for line in self.http.get("/metrics").text.splitlines() if line.startswith(f"draftloop_{prefix}")
+        ]
+        return {
+            (sample.name.removeprefix("draftloop_"), frozenset(sample.labels.items())): float(sample.value)
+            for family in parse("\n".join([*chosen, ""]))
+            for sample in family.samples
+        }
 
 
 @dataclass
