@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from backend.drafters.protocol import Choose, Proposal
+from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.memory import Memory
 from backend.engine.noise import Stream, host_noise
+from backend.models.draft_block import NativeBlock
 from tests import factory
 from training.data import Document, Forced
 from training.evaluate.figures import Bootstrap, Strided, depths
@@ -125,6 +127,32 @@ def test_every_sum_is_what_the_definitions_give(model) -> None:
     for name, values in want.items():
         np.testing.assert_allclose(sums[name].sum(0), values, rtol=1e-5, err_msg=name)
     assert 0 < want["surv"][K - 1] < want["hit"][0] < want["n"][0], "a case in which there is something to tell"
+
+
+def test_a_cut_head_is_told_how_far_its_list_carries() -> None:
+    model = factory.build(factory.Shape(vocab=VOCAB))
+    forced = document(model, "one", prompt=70, length=90)
+    tokens = forced.document.tokens.tolist()
+    ids = sorted({*range(0, VOCAB, 2), *tokens[70:82]})
+    drafter = RecursiveDrafter(model, NativeBlock(model, torch.tensor(ids)), "cut", "cut", "rows")
+    with torch.inference_mode():
+        target = model.logits(torch.cat((forced.hidden[:1], forced.hidden))).numpy()
+        one = judged(model, forced, forced.document.answer, OPTIONS, VOCAB)
+    (sums,) = stride(model, drafter, [one], OPTIONS, VOCAB)
+    covered, run, mass = np.zeros(K), np.zeros(K), np.zeros(K)
+    for p in range(70, 89, 2):
+        ahead = tokens[p + 1 : p + 1 + K]
+        inside = [token in ids for token in ahead]
+        covered[: len(ahead)] += inside
+        run[: len(ahead)] += np.cumprod(inside)
+        mass[: len(ahead)] += [softmax(target[p + 1 + j])[ids].sum() for j in range(len(ahead))]
+    np.testing.assert_array_equal(sums["covered"].sum(0), covered)
+    np.testing.assert_array_equal(sums["run"].sum(0), run)
+    np.testing.assert_allclose(sums["mass"].sum(0), mass, rtol=1e-5)
+    assert 0 < run[K - 1] < covered[0] < sums["n"].sum(0)[0]
+    for slot in range(K):
+        assert sums["hit"].sum(0)[slot] <= covered[slot], "what is not in the list is never right"
+        assert sums["beta@1.0"].sum(0)[slot] <= mass[slot] + 1e-6
 
 
 def test_depths_part_the_anchors_by_their_position(model) -> None:

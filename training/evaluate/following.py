@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backend.drafters.protocol import Choose, Drafter
-from backend.engine.cache import PAGE, pages_for
+from backend.engine.cache import pages_for
 from backend.engine.forms import GRID
 from backend.engine.memory import Memory
 from backend.engine.parameters import PENALTIES
@@ -139,6 +139,3 @@ def sampling_of(document: Document) -> SamplingParams:
 
 def _pages(forced: Forced) -> int:
     return pages_for(len(forced.document.tokens) + MAX_ROWS)
-
-
-assert PAGE % GRID == 0

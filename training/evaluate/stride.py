@@ -150,7 +150,7 @@ def _distributions(model: Qwen35, drafter: Drafter, options: StrideOptions, voca
 
     def judge(following: Following, active: Sequence[_Anchored]) -> None:
         counts = [min(K, one.row.left) for one in active]
-        told: list[Sequence[int]] = [one.ahead(one.row.tokens[one.row.document.prompt_length :], K) for one in active]
+        told = [one.row.tokens[one.row.done : one.row.done + K] for one in active]
         slots: list[dict[str, NDArray[np.float64]]] = []  # of each slot its values [B]
 
         def choose(logits: Tensor) -> Tensor:
