@@ -116,6 +116,24 @@ def test_where_the_native_stream_is_as_narrow_as_the_students_the_two_are_one_dr
     torch.testing.assert_close(block.readout(ours)[1], theirs, atol=2e-4, rtol=2e-4)
 
 
+def test_what_the_columns_left_out_wrote_is_written_by_those_like_them() -> None:
+    """Every second FFN column does what its neighbour does, and writes something else that is smaller."""
+    model = native_of_a_narrow_stream(32)
+    assert model.mtp is not None
+    mlp = model.mtp.layers[0].mlp
+    with torch.no_grad():
+        for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):  # type: ignore[union-attr]
+            weight[1::2] = weight[::2]
+        mlp.down_proj.weight[:, 1::2] = 0.2 * mlp.down_proj.weight[:, 1::2].roll(1, dims=0)  # type: ignore[union-attr]
+        mlp.down_proj.weight[32:] = 0  # type: ignore[union-attr]
+    whole = {"num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads}
+    block = made("principal", model=model, d_inner=32, intermediate_size=SHAPE.intermediate // 2, **whole)
+    tokens, hidden = documents(seed=1)[0]
+    ours, theirs = rows_of(block, tokens, hidden), rows_of(NativeBlock(model), tokens, hidden)
+    error = (block.readout(ours)[1] - theirs).norm() / theirs.norm()
+    assert float(error.detach()) < 0.005
+
+
 def test_columns_and_heads_that_write_nothing_are_those_left_out() -> None:
     model = copy.deepcopy(MODEL)
     assert model.mtp is not None
