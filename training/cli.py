@@ -16,6 +16,7 @@ from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
 from training.commands.loop import loop
 from training.commands.promote import promote
+from training.commands.targets import targets
 from training.commands.terminal import errors
 from training.commands.tiny import tiny
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.add_typer(first_of({"build": hot_vocab, "grow": grow}), name="hot-vocab")
 app.add_typer(first_of({"drafters": evaluate, "checkpoints": checkpoints}), name="evaluate")
 app.command()(extract)
+app.command()(targets)
 app.command()(distill)
 app.command()(tiny)
 app.command()(judge)
