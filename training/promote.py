@@ -151,7 +151,9 @@ class _Restored:
             return
         try:
             self._operator.activate(self._incumbent)
-            self._operator.unload(self._candidate)
+            left = self._operator.drafters().loaded.get(self._candidate)
+            if left and left.state != "retiring":  # the server may have let it go by itself
+                self._operator.unload(self._candidate)
         except CaptureError as second:
             first = f"{error or type(error).__name__}; and " if error else ""
             raise TrainingError(f"{first}{self._incumbent} could not be made the default again: {second}") from error
@@ -206,7 +208,8 @@ class _Run:
     def _trial(self) -> tuple[Trial, dict[str, str]]:
         """A share of the requests on the candidate. Also the answers' digests, by request."""
         began, start = utc_now(), self._steps()
-        self.operator.activate(self.incumbent)
+        if self.operator.drafters().active != self.incumbent:
+            self.operator.activate(self.incumbent)
         self.operator.activate(self.candidate, self.options.canary)
         traffic = self._drive("canary", self.asks)
         served = list(traffic.served)

@@ -71,7 +71,9 @@ def perform(workdir: Path, stage: Stage, ledger: Ledger) -> Done:
             raise TrainingError(f"cannot make {folder}: {error.strerror or error}") from error
         made = stage.run(folder, entry)
         entry.made(*made)
-        done = Done(stage.name, folder, {path.name: identity(path) for path in made}, plain(entry.figures))
+        done = Done(
+            stage.name, folder, {str(path.relative_to(folder)): identity(path) for path in made}, plain(entry.figures)
+        )
         write_json(
             folder / MARKER,
             {

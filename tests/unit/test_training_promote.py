@@ -50,6 +50,12 @@ class Timed(FakeBackend):
             replace(one, seconds=one.steps * (1e-4 + self.seconds.get(drafter, 0.0))) for one in super()._times(drafter)
         )
 
+    def promote(self, drafter: str, canary: float | None = None) -> None:
+        """Lets go of loaded ones that have no part any more, as the engine does."""
+        super().promote(drafter, canary)
+        states = self._states()
+        self.drafters = tuple(name for name in self.drafters if name == "mtp" or states[name] != "loaded")
+
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         import asyncio
 

@@ -32,8 +32,11 @@ class Work:
             if self.fails:
                 raise self.fails
             entry.figures["count"] = inputs["count"]
-            (folder / "made.txt").write_text(str(inputs))
-            return [folder / "made.txt"]
+            (folder / "deep").mkdir(exist_ok=True)
+            made = [folder / "made.txt", folder / "deep" / "made.txt"]
+            for path in made:
+                path.write_text(str(inputs))
+            return made
 
         return perform(self.workdir, Stage("copy", inputs, run, **more), self.ledger)
 
@@ -63,7 +66,7 @@ def test_the_order_of_inputs_makes_no_other(work: Work) -> None:
     assert work({"a": 2, "count": 1}).skipped
 
 
-@pytest.mark.parametrize("harm", ["changed", "gone", "no marker", "half a marker"])
+@pytest.mark.parametrize("harm", ["changed", "gone", "deep", "no marker", "half a marker"])
 def test_what_is_not_as_it_was_left_is_made_anew(work: Work, harm: str) -> None:
     done = work({"count": 1})
     made, marker = done.folder / "made.txt", done.folder / MARKER
@@ -72,6 +75,8 @@ def test_what_is_not_as_it_was_left_is_made_anew(work: Work, harm: str) -> None:
             made.write_text("other")
         case "gone":
             made.unlink()
+        case "deep":
+            (done.folder / "deep" / "made.txt").write_text("other")
         case "no marker":
             marker.unlink()
         case _:
@@ -86,7 +91,7 @@ def test_a_stage_that_fails_is_not_done_and_begins_again_from_nothing(work: Work
         work({"count": 1})
     work.fails = None
     done = work({"count": 1})
-    assert sorted(path.name for path in done.folder.iterdir()) == [MARKER, "made.txt", "part-2"]
+    assert sorted(path.name for path in done.folder.iterdir()) == ["deep", MARKER, "made.txt", "part-2"]
     assert [run.outcome for run in work.ledger.read()[0]] == ["refused", "ok"]
 
 
