@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from backend.text.tokenizer import ChatTokenizer
-from capture.export import held_out
+from capture.export import held_out, split_of
 from capture.export_npz import export_npz
 from capture.records import Generation, new_id, utc_now
 from capture.store import Store
@@ -89,9 +89,9 @@ def _ask(server: ProcessServer, asked: Asked, number: int) -> None:
     server.http.post(CHAT, json=body).raise_for_status()
 
 
-def generic(place: Path, own: Path, tokenizer: ChatTokenizer, weights: str, seed: int) -> Path:
+def templated(place: Path, own: Path, tokenizer: ChatTokenizer, weights: str, seed: int) -> Path:
     """The export of answers that the model did not give: the corpus' own, to other prompts of the same stream, of as
-    many tokens as the train split of `own` has."""
+    many tokens as the train split of `own` has. Its held-out documents are those of `own`."""
     folder = place / "generic"
     if (folder / "manifest.json").is_file():
         return folder
@@ -102,7 +102,7 @@ def generic(place: Path, own: Path, tokenizer: ChatTokenizer, weights: str, seed
     writer = CaptureWriter(database, synchronous="NORMAL")
     writer.start()
     for asked in conversations(seed + 1):
-        row = _templated(asked.conversation, tokenizer, weights)
+        row = _row(asked.conversation, tokenizer, weights)
         assert row.prompt_tokens is not None
         assert row.completion_tokens is not None
         if held_out(row.prompt_tokens, 0):
@@ -111,12 +111,16 @@ def generic(place: Path, own: Path, tokenizer: ChatTokenizer, weights: str, seed
         wanted -= len(row.completion_tokens)
         if wanted <= 0:
             break
+    with Store.open(place / "capture.db") as store:
+        for row in store.iterate():
+            if split_of(row) == "held_out":
+                writer.submit(row)
     assert writer.close(60)
     with Store.open(database) as store:
         return export_npz(store, folder).folder
 
 
-def _templated(conversation: Conversation, tokenizer: ChatTokenizer, weights: str) -> Generation:
+def _row(conversation: Conversation, tokenizer: ChatTokenizer, weights: str) -> Generation:
     prompt = tokenizer.encode_chat(conversation.messages(), {}, ())
     answer = tokenizer.plain(conversation.turns[-1].answer.strip())
     end = tokenizer.literal_id("<|im_end|>")
