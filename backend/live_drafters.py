@@ -242,6 +242,7 @@ class LiveDrafters:
                 live.release = None
                 return
         del self._live[name]
+        live.release = None  # a task that its own drafter knows would keep both until they are looked for
         if name not in SOURCES:
             self._counts.forget(name)
 

@@ -52,6 +52,10 @@ class _Call(Generic[T]):
             self.done.set_exception(error)
 
 
+def _nobody(emission: Emission) -> None:
+    """Hears of a sequence that has ended."""
+
+
 class Engine:
     """Runs what the scheduler lets run. `counts` are booked before anybody is told of what they count."""
 
@@ -137,6 +141,8 @@ class Engine:
                 self._known.pop(sequence.id, None)
                 if self._loop:  # it may never have been loaded
                     self._loop.scheduler.leave(sequence)
+                # Each knows the other: a drafter that only they still have would stay with them for a while.
+                sequence.on_emission = _nobody
             tell(emission)
 
         return book_and_tell

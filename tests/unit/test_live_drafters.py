@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -349,6 +351,21 @@ def test_a_drafter_goes_after_its_last_sequence(backend, run):
     assert states(backend) == {"mtp": "active", "none": "loaded"}
     assert pools(backend) == 1
     assert "whole" not in {one.drafter for one in backend.stats().drafters}
+
+
+def test_its_memory_is_free_at_once(backend, run):
+    """Not only once the collector looks for what refers to itself: on a GPU that is gigabytes for minutes."""
+    run(load(backend, "whole"))
+    run(answer(backend, ask("one", drafter="whole")))
+    weights = weakref.ref(backend._drafters.named("whole").draft_block)
+    gc.collect()
+    gc.disable()
+    try:
+        run(backend.unload_drafter("whole"))
+        run(asyncio.sleep(0))
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def test_the_active_one_and_none_cannot_be_unloaded(backend, run):
