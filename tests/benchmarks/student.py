@@ -61,12 +61,13 @@ SHAPES = {
         tied=False,
     ),
 }
-# surv_0 … surv_3.
+# surv_0 … surv_3 on the bundled model's own held-out greedy answers (114 documents): heads cut to 2,048 of 4,096 ids,
+# sv-slim after 80 seconds of one core's training. sv, which reads more, is taken to have no more accepted.
 ACCEPTANCES: Survival = {
-    "mtp": (0.0, 0.0, 0.0, 0.0),
-    "hot_vocab": (0.0, 0.0, 0.0, 0.0),
-    "sv": (0.0, 0.0, 0.0, 0.0),
-    "sv-slim": (0.0, 0.0, 0.0, 0.0),
+    "mtp": (0.938, 0.893, 0.846, 0.804),
+    "hot_vocab": (0.878, 0.796, 0.732, 0.656),
+    "sv": (0.837, 0.745, 0.683, 0.610),
+    "sv-slim": (0.837, 0.745, 0.683, 0.610),
 }
 MOST_SLOTS = 4
 PROMPT_TOKENS = 40
