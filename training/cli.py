@@ -16,6 +16,7 @@ from training.commands.hot_vocab import grow, hot_vocab
 from training.commands.judge import judge
 from training.commands.loop import loop
 from training.commands.promote import promote
+from training.commands.report import report
 from training.commands.targets import targets
 from training.commands.terminal import errors
 from training.commands.tiny import tiny
@@ -37,6 +38,7 @@ app.command()(tiny)
 app.command()(judge)
 app.command()(promote)
 app.command()(loop)
+app.command()(report)
 
 
 def main() -> None:
