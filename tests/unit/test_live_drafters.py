@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -453,6 +454,45 @@ def test_steps_are_timed_where_one_drafter_had_them_alone(backend, run):
     between_turns(backend)
     (three,) = [one for one in entry(backend, "whole")["steps"] if one["batch"] == 4]
     assert three["sequences"] == 3 * three["steps"] > 0
+
+
+def test_steps_beside_a_trial_are_not_timed(backend, run, monkeypatch):
+    may_read, read = threading.Event(), trial.load_student
+
+    def reading(*given: Any) -> Any:
+        assert may_read.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(trial, "load_student", reading)
+
+    async def beside() -> None:
+        loading = asyncio.create_task(load(backend, "whole"))
+        await asyncio.sleep(0)
+        before = entry(backend, "mtp")
+        await answer(backend, ask("beside"))
+        between_turns(backend)
+        after = entry(backend, "mtp")
+        may_read.set()
+        await loading
+        assert after["steps"] == before["steps"]
+        assert after["acceptance"]["drafts"] > before["acceptance"]["drafts"]
+
+    run(beside())
+
+
+def test_where_nothing_drafted_a_student_can(shelf):
+    async def life() -> None:
+        async with serving(shelf, drafter="none") as backend:
+            before = await answer(backend, ask("before"))
+            told = await load(backend, "whole")
+            assert told["trial"]["active"]["drafter"] == "none"
+            backend.promote("whole")
+            after = await answer(backend, ask("after"))
+            assert tokens(after) == tokens(before)
+            assert sum(step.accepted for step in after.steps) > 0 == sum(step.drafted for step in before.steps)
+            assert backend.info().draft_tokens == 2
+
+    asyncio.run(asyncio.wait_for(life(), 60))
 
 
 def test_an_engine_that_begins_anew_still_has_them(shelf, monkeypatch):
