@@ -33,7 +33,7 @@ from training.forced import (
     shards_of,
     write_shard,
 )
-from training.shards import Shards, must_fit
+from training.shards import Shards, must_fit, told
 
 __all__ = ["ExtractOptions", "Plan", "extract", "force_documents", "plan", "read_forced", "read_manifest"]
 
@@ -105,8 +105,8 @@ def plan(options: ExtractOptions) -> Plan:
         hot=hot or None,
     )
     there = sum(path.stat().st_size for path in options.out.glob("forced-*")) if options.out.is_dir() else 0
-    told = f"{found.documents} documents of {found.tokens} tokens"
-    must_fit(told, found.bytes, options.out, options.max_gb, reused=there)
+    what = f"{found.documents} documents of {found.tokens} tokens"
+    must_fit(what, found.bytes, options.out, options.max_gb, reused=there)
     return found
 
 
@@ -118,7 +118,7 @@ def extract(options: ExtractOptions, report: Report = lambda doing, done, total:
     captured logprob differs in a bit from the forced one under the same build; BackendError as loading does.
     """
     planned = plan(options)
-    report(f"{planned.bytes / 1e9:.3f} GB to write: loading", 0, planned.tokens)
+    report(f"{told(planned.bytes)} to write: loading", 0, planned.tokens)
     loaded = _load(options)
     for shard in planned.shards:
         for document in shard:
@@ -162,7 +162,7 @@ def _force(
         gate[why] += agreement
         members.append(forced.cpu())
         done += len(forced.document.tokens)
-        report(f"{planned.bytes / 1e9:.3f} GB to write: forcing", done, planned.tokens)
+        report(f"{told(planned.bytes)} to write: forcing", done, planned.tokens)
     put_down(path, lambda file: write_shard(file, members, identity))
     return {
         "file": path.name,

@@ -71,20 +71,25 @@ class Shards:
         self._progress.unlink(missing_ok=True)
 
 
-def must_fit(told: str, size: int, place: Path, max_gb: float | None, reused: int = 0) -> None:
+def told(size: int) -> str:
+    """Bytes as people say them."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def must_fit(what: str, size: int, place: Path, max_gb: float | None, reused: int = 0) -> None:
     """Raise TrainingError where `size` bytes are more than the cap or the disk of `place`, `reused` of which are ours.
 
-    `told`: what takes them, as the error's subject.
+    `what` takes them, plural: the error's subject.
     """
-    told = f"{told} take {size / 1e9:.3f} GB"
+    subject = f"{what} take {told(size)}"
     if max_gb is not None and size > max_gb * 1e9:
-        raise TrainingError(f"{told}, --max-gb allows {max_gb:g}: export fewer, or allow more")
+        raise TrainingError(f"{subject}, --max-gb allows {max_gb:g} GB: export fewer, or allow more")
     place = place.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free + reused
     if size > free:
-        raise TrainingError(f"{told}, and {place} has {free / 1e9:.3f} GB free")
+        raise TrainingError(f"{subject}, and {place} has {told(free)} free")
 
 
 def _write(path: Path, told: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from training.errors import TrainingError
 from training.force import Report
 from training.forced import SHARD_BYTES, digest, read_manifest, read_shard
 from training.recursion import recursive_outputs
-from training.shards import Shards, must_fit
+from training.shards import Shards, must_fit, told
 
 FORMAT, FORMAT_VERSION = "draftloop-targets", 1
 MANIFEST = "targets.json"
@@ -100,7 +100,7 @@ def make_targets(options: TargetsOptions, report: Report = lambda doing, done, t
                 if not shards.is_whole(finished.get(path.name)):
                     made = []
                     for forced in members:
-                        report(f"{size / 1e9:.3f} GB to write: drafting", done, counts["documents"])
+                        report(f"{told(size)} to write: drafting", done, counts["documents"])
                         made.append(chain_targets(loaded.runner, forced, ids, options))
                         done += 1
                     finished[path.name] = _put_down(path, made, shards.identity)
@@ -160,12 +160,12 @@ def read_targets(folder: Path, held_out: bool | None = None) -> Iterator[Targets
     """
     extraction, path = read_manifest(folder), folder / MANIFEST
     try:
-        told: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if (told["format"], told["format_version"]) != (FORMAT, FORMAT_VERSION):
+        manifest: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if (manifest["format"], manifest["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise TrainingError(f"{path} is not of format {FORMAT} {FORMAT_VERSION}")
-        if told["sources"] != _sources(extraction):
+        if manifest["sources"] != _sources(extraction):
             raise TrainingError(f"{path} is of other shards than are in {folder}: make the targets anew")
-        for entry in told["shards"]:
+        for entry in manifest["shards"]:
             file = folder / entry["file"]
             if digest(file) != entry["sha256"]:
                 raise TrainingError(f"{file} is not the file that {path} names: make the targets anew")

@@ -247,7 +247,7 @@ def test_answers_come_out_with_their_states_and_every_logprob_agrees(tmp_path: P
     assert (manifest["norm"], manifest["dtype"]) == ("post", "bfloat16")
     assert manifest["d2t_sha256"] == HotVocab.load(hot, served.loaded.tokenizer.fingerprint, 10**6).fingerprint
     assert told[-1][1] == told[-1][2] == manifest["counts"]["tokens"]
-    assert "GB to write" in told[0][0]
+    assert "MB to write" in told[0][0]
 
     captured = read_documents(find_shards([export]), served.loaded.tokenizer.fingerprint, 10**6)
     fresh = force_documents(served.loaded.runner, captured, readings=Readings(served.loaded.vocab, torch.tensor(HOT)))
@@ -347,7 +347,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, served: Served) -
 def test_more_than_may_be_written_is_refused_before_anything_is(tmp_path: Path, served: Served) -> None:
     asked = options(tmp_path, exported(tmp_path, served.rows))
     size = plan(asked).bytes / 1e9
-    with pytest.raises(TrainingError, match=r"6 documents of \d+ tokens take 0\.000 GB, --max-gb allows 1e-05"):
+    with pytest.raises(TrainingError, match=r"6 documents of \d+ tokens take 0\.\d\d MB, --max-gb allows 1e-05 GB"):
         extract(replace(asked, max_gb=1e-5))
     assert not asked.out.exists()
     assert read_manifest(extract(replace(asked, max_gb=size)))["counts"]["bytes"] <= size * 1e9
@@ -357,7 +357,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, served: Served, monkeypa
     asked = options(tmp_path, exported(tmp_path, served.rows))
     full = type("Usage", (), {"free": 100})
     monkeypatch.setattr("shutil.disk_usage", lambda place: full)
-    with pytest.raises(TrainingError, match="GB free"):
+    with pytest.raises(TrainingError, match=r"has 0\.\d\d MB free"):
         extract(asked)
 
 
@@ -378,14 +378,14 @@ def test_the_command_tells_what_it_would_write_and_what_it_wrote(tmp_path: Path,
     tokens = sum(len(row.prompt_tokens or ()) + len(row.completion_tokens or ()) for row in served.rows)
     code, told, _ = command(*asked, "--dry-run")
     assert (code, out.exists()) == (0, False)
-    assert re.search(rf"6 documents, {tokens} tokens: 0\.00\d GB at most, in 1 shards", told)
+    assert re.search(rf"6 documents, {tokens} tokens: 0\.\d\d MB at most, in 1 shards", told)
     code, _, complaint = command(*asked, "--max-gb", "1e-9")
     assert code == 2
     assert complaint.splitlines()[-1].startswith("error: 6 documents of")
     code, told, _ = command(*asked)
     assert code == 0
     assert told.splitlines()[-1] == str(out)
-    assert re.search(r"same build, equal to the last bit +│ 6 +│ \d+ +│ 0 ", told)
+    assert re.search(r"this build +│ 6 +│ \d+ +│ 0 ", told)
     [*_, line] = (tmp_path / "ledger.jsonl").read_text().splitlines()
     entry = json.loads(line)
     assert (entry["command"], entry["outcome"]) == ("extract", "ok")

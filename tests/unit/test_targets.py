@@ -211,7 +211,7 @@ def test_all_of_the_hot_vocabulary_is_kept_where_asked(asked: TargetsOptions) ->
 
 
 def test_other_options_another_list_and_too_much_are_refused(asked: TargetsOptions, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"targets of \d+ rows take .* --max-gb allows 1e-06"):
+    with pytest.raises(TrainingError, match=r"targets of \d+ rows take .* --max-gb allows 1e-06 GB"):
         make_targets(replace(asked, max_gb=1e-6))
     make_targets(asked)
     with pytest.raises(TrainingError, match="of another top"):

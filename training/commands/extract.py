@@ -18,10 +18,10 @@ MaxGB = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
 _NAMES = {
-    "same_build": "same build, equal to the last bit",
+    "same_build": "this build",
     "other_build": "another build",
-    "unknown_build": "of several builds, not known which",
-    "no_logprobs": "without captured logprobs",
+    "unknown_build": "one of several builds",
+    "no_logprobs": "without logprobs",
 }
 
 
@@ -51,6 +51,7 @@ def extract(
     from training.extract import ExtractOptions, plan, read_manifest
     from training.extract import extract as run
     from training.ledger import Ledger
+    from training.shards import told
 
     options = ExtractOptions(
         inputs=tuple(inputs),
@@ -66,7 +67,7 @@ def extract(
         planned = plan(options)
         Console().print(
             f"{planned.documents} documents, {planned.tokens} tokens: "
-            f"{planned.bytes / 1e9:.3f} GB at most, in {len(planned.shards)} shards"
+            f"{told(planned.bytes)} at most, in {len(planned.shards)} shards"
         )
         return
     read = [*inputs, *([hot_vocab] if hot_vocab else [])]
@@ -81,14 +82,14 @@ def extract(
     console = Console()
     console.print(
         f"{counts['documents']} documents ({counts['held_out_documents']} held out), {counts['tokens']} tokens, "
-        f"{counts['answer_tokens']} of them generated; {counts['bytes'] / 1e9:.3f} GB"
+        f"{counts['answer_tokens']} of them generated; {told(counts['bytes'])}"
     )
     console.print(_gate(manifest["gate"]))
     typer.echo(out)
 
 
 def _gate(gate: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table("captured under", "documents", "tokens", "differing", "largest", "mean", "greedy tokens agreeing")
+    table = Table("captured under", "documents", "tokens", "differing", "largest", "mean", "greedy alike")
     for why, name in _NAMES.items():
         found = gate[why]
         if found["documents"]:

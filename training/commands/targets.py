@@ -31,6 +31,7 @@ def targets(
     Training computes it as it goes and needs none of this; it takes much room, and is for small sets and for a look.
     """
     from training.ledger import Ledger
+    from training.shards import told
     from training.targets import TargetsOptions, make_targets
 
     options = TargetsOptions(
@@ -54,6 +55,6 @@ def targets(
         entry.made(made)
     counts = manifest["counts"]
     Console().print(
-        f"{counts['documents']} documents, {counts['rows']} base rows of {slots} slots; {counts['bytes'] / 1e9:.3f} GB"
+        f"{counts['documents']} documents, {counts['rows']} base rows of {slots} slots; {told(counts['bytes'])}"
     )
     typer.echo(made)
