@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,11 @@ class Built:
     distinct: int
     filled: int
 
+    def as_json(self) -> dict[str, Any]:
+        """What a ledger keeps of it."""
+        counts = {name: getattr(self, name) for name in ("documents", "repeated", "distinct", "filled")}
+        return counts | _as_json(self.hot)
+
 
 @dataclass(frozen=True)
 class Grown:
@@ -44,6 +50,11 @@ class Grown:
     added: dict[int, int]
     kept: dict[int, int]
     before: Coverage
+
+    def as_json(self) -> dict[str, Any]:
+        """What a ledger keeps of it."""
+        grown = {"added": len(self.added), "kept": len(self.kept), "before": self.before.model_dump()}
+        return grown | _as_json(self.hot)
 
 
 def build(
@@ -182,6 +193,12 @@ def _listed(
         generation=grown_from.header.generation + 1 if grown_from else 0,
     )
     return HotVocab(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(counted.train[ids]), header)
+
+
+def _as_json(hot: HotVocab) -> dict[str, Any]:
+    header = hot.header
+    told = header.model_dump(include={"train", "held_out", "reach", "parent", "generation"})
+    return {"size": hot.size, "fingerprint": hot.fingerprint, "spare": len(header.spare), **told}
 
 
 def _coverage(counts: NDArray[np.int64], ids: NDArray[np.int64]) -> Coverage:

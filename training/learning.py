@@ -10,6 +10,23 @@ from typing import Any
 _KEPT = ("step", "stage", "loss", "hits", "held_out")
 
 
+def figures_of(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a ledger keeps of a finished distillation's folder, and the fingerprints it names."""
+    header = next(path for name in ("config.json", "training.json") if (path := out / name).is_file())
+    told = json.loads(header.read_text(encoding="utf-8"))
+    taught = told["training"]
+    figures = {
+        "name": told.get("name") or out.resolve().name,
+        "evaluation": told["evaluation"],
+        "training": taught,
+        "curve": learning_curve(out / "log.jsonl"),
+        # Positions that the steps went over, padding included.
+        "tokens_learned": (taught["steps"] + taught["ce_steps"]) * taught["tokens_per_step"],
+    }
+    hashes = {name: told[name] for name in ("weights_sha256", "d2t_sha256") if name in told}
+    return figures, {**told["target"], **hashes}
+
+
 def learning_curve(log: Path, most: int = 200) -> list[dict[str, Any]]:
     """Every walk over the held-out documents, and of the steps' losses and hits about so many at most, evenly.
 

@@ -120,7 +120,8 @@ def plan_loop(options: LoopOptions, ledger: Ledger) -> LoopPlan:
 def _estimate(stage: str, size: int, runs: Sequence[Run], amount: int, unit: str, at_least: float | None) -> Estimate:
     """From the last run of the stage that ended well, by what it did of `unit`; else by the arithmetic."""
     for run in reversed(runs):
-        done, seconds = run.figures.get(unit), run.wall_seconds
+        counts, seconds = run.figures.get("counts"), run.wall_seconds
+        done = (counts if isinstance(counts, dict) else run.figures).get(unit)
         if run.command == stage and run.outcome in ("ok", "negative") and isinstance(done, int) and done and seconds:
             return Estimate(stage, size, seconds * amount / done, measured=True)
     return Estimate(stage, size, at_least, measured=False)

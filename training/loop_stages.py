@@ -21,7 +21,7 @@ from capture.store import Store, default_path
 from training.data import find_shards
 from training.errors import TrainingError
 from training.hot_vocab import build as build_hot_vocab
-from training.learning import learning_curve
+from training.learning import figures_of
 from training.ledger import Entry, Ledger, identity
 from training.live_drafters import Operator
 from training.promote import PromoteOptions, Verdict, candidate_name, promote
@@ -185,18 +185,7 @@ class Stages:
             found = find_shards(shards)
             built = build_hot_vocab(found, tokenizer, options.rows, lambda done: report("shards", done, len(found)))
             built.hot.save(folder / "hot_vocab.safetensors")
-            header = built.hot.header
-            entry.figures |= {
-                "size": built.hot.size,
-                "documents": built.documents,
-                "distinct": built.distinct,
-                "filled": built.filled,
-                **{
-                    name: {"covered": part.covered, "tokens": part.tokens, "share": part.share}
-                    for name, part in (("train", header.train), ("held_out", header.held_out))
-                },
-                "reach": [one.model_dump() for one in header.reach],
-            }
+            entry.figures |= built.as_json()
             return [folder / "hot_vocab.safetensors"]
 
         inputs = {
@@ -233,14 +222,14 @@ class Stages:
                 threads=options.threads,
             )
             manifest = read_manifest(extract(given, self._heard("extract")))
-            entry.figures |= {**manifest["counts"], "gate": manifest["gate"]}
+            entry.figures |= {name: manifest[name] for name in ("counts", "gate")}
             entry.fingerprints |= manifest["fingerprints"]
             return [folder / "forced"]
 
         return Stage("extract", inputs, run, resumable=True, keep=False)
 
     def _distill(self, extracted: Done, hot: Done) -> Stage:
-        from training.distill import LOG, distill
+        from training.distill import distill
         from training.distillation.options import DistillOptions
 
         options = self._options
@@ -279,15 +268,7 @@ class Stages:
                 **chosen,
             )
             made = distill(given, self._heard("distill"))
-            header = json.loads((made / "config.json").read_text(encoding="utf-8"))
-            entry.figures |= {
-                "evaluation": header["evaluation"],
-                "training": header["training"],
-                "curve": learning_curve(made / LOG),
-                "name": candidate_name(made),
-                "tokens_learned": _tokens_learned(header["training"]),
-            }
-            entry.fingerprints |= {**header["target"], "student": header["weights_sha256"], "d2t": header["d2t_sha256"]}
+            entry.figures, entry.fingerprints = figures_of(made)
             entry.seeds["distill"] = options.seed
             return [made / "model.safetensors", made / "config.json"]
 
@@ -374,12 +355,6 @@ class Stages:
         if done.skipped and done.figures["promoted"] and active != name:  # the server was started anew without it
             done = self._perform(Stage("promote", inputs, run, again=True))
         return done
-
-
-def _tokens_learned(training: Mapping[str, Any]) -> int:
-    """Positions that the steps went over, padding included."""
-    steps = int(training["steps"]) + int(training["ce_steps"])
-    return steps * int(training["tokens_per_step"])
 
 
 def _standing(options: LoopOptions, name: str) -> tuple[str, str]:

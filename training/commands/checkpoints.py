@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import Model, Threads, progress
+from training.commands.terminal import LedgerPath, Model, Threads, progress
 
 if TYPE_CHECKING:
     from training.evaluate.checkpoints import Provenance
@@ -41,6 +41,7 @@ def checkpoints(
     ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the intervals' draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    ledger: LedgerPath = None,
     threads: Threads = 1,
 ) -> None:
     """Compare checkpoints with their teacher: divergence, agreement of first choices, and the document's own token.
@@ -48,6 +49,7 @@ def checkpoints(
     What training optimises. What serving gains from it is `training evaluate`'s to say.
     """
     from training.evaluate.checkpoints import CheckpointsOptions, compare_checkpoints
+    from training.ledger import Ledger
 
     options = CheckpointsOptions(
         checkpoints=tuple(given),
@@ -60,11 +62,13 @@ def checkpoints(
         seed=seed,
         threads=threads,
     )
-    with progress() as bar:
+    inputs = [data, *(path for one in given if (path := Path(one.removeprefix("hot_vocab:"))).exists())]
+    with progress() as bar, Ledger.beside(data, ledger).run("evaluate checkpoints", options, inputs) as entry:
         task = bar.add_task("loading", total=None)
         found = compare_checkpoints(
             options, lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
         )
+        entry.figures, entry.seeds = found.as_json(), {"evaluate": seed}
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,6 +110,7 @@ def distill(
 
     from training.distill import DistillOptions, plan
     from training.distill import distill as run
+    from training.learning import figures_of
     from training.ledger import Ledger
 
     torch.set_num_threads(threads)
@@ -156,8 +156,7 @@ def distill(
     with Ledger.beside(out, ledger).run("distill", options, inputs) as entry, progress() as bar:
         task = bar.add_task("loading", total=None)
         run(options, lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total))
-        told = json.loads((out / ("config.json" if target == Goal.student else "training.json")).read_text())
-        entry.figures, entry.fingerprints = told["evaluation"], told["target"]
+        entry.figures, entry.fingerprints = figures_of(out)
         entry.seeds = {"distill": seed}
         entry.made(out)
     typer.echo(out)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import Model, progress
+from training.commands.terminal import LedgerPath, Model, progress
 
 if TYPE_CHECKING:
     from backend.drafters.hot_vocab import Coverage, Header
@@ -27,6 +27,7 @@ def hot_vocab(
     spare: Annotated[int, typer.Option(min=0, help="How many of them, the least used, growth may replace first.")] = 0,
     model: Model = "tiny",
     out: Out = Path("hot_vocab.safetensors"),
+    ledger: LedgerPath = None,
 ) -> None:
     """Choose the ids a drafter's head is cut to: the model's most frequent own tokens, as captured.
 
@@ -36,13 +37,17 @@ def hot_vocab(
     from backend.text.tokenizer import ChatTokenizer
     from training.data import find_shards
     from training.hot_vocab import build
+    from training.ledger import Ledger
 
-    shards = find_shards(inputs)
-    tokenizer = ChatTokenizer.load(resolve_model(model))
-    with progress() as bar:
+    asked = {"size": size, "spare": spare, "model": model, "out": out}
+    with progress() as bar, Ledger.beside(out, ledger).run("hot-vocab", asked, inputs) as entry:
+        shards = find_shards(inputs)
+        tokenizer = ChatTokenizer.load(resolve_model(model))
         task = bar.add_task("counting", total=len(shards))
         built = build(shards, tokenizer, size, lambda done: bar.update(task, completed=done), spare=spare)
-    built.hot.save(out)
+        built.hot.save(out)
+        entry.figures, entry.fingerprints = built.as_json(), {"tokenizer": tokenizer.fingerprint}
+        entry.made(out)
     _print(_of_built(built), built.hot.header)
     typer.echo(out)
 
@@ -55,6 +60,7 @@ def grow(
     ] = None,
     model: Model = "tiny",
     out: Annotated[Path | None, typer.Option(help="The file to write, HOT's name and a number unless given.")] = None,
+    ledger: LedgerPath = None,
 ) -> None:
     """Add the ids that the model's own tokens hold most often and the list does not: in the place of spare ones first.
 
@@ -65,16 +71,20 @@ def grow(
     from backend.text.tokenizer import ChatTokenizer
     from training.data import find_shards
     from training.hot_vocab import grow as run
+    from training.ledger import Ledger
 
-    shards = find_shards(inputs)
-    tokenizer = ChatTokenizer.load(resolve_model(model))
-    hot = HotVocab.load(parent, tokenizer.fingerprint, tokenizer.vocab_size)
-    with progress() as bar:
+    asked = {"add": add, "model": model, "out": out}
+    with progress() as bar, Ledger.beside(out or parent, ledger).run("hot-vocab", asked, [parent, *inputs]) as entry:
+        shards = find_shards(inputs)
+        tokenizer = ChatTokenizer.load(resolve_model(model))
+        hot = HotVocab.load(parent, tokenizer.fingerprint, tokenizer.vocab_size)
         task = bar.add_task("counting", total=len(shards))
         grown = run(hot, shards, tokenizer, lambda done: bar.update(task, completed=done), most=add)
-    generation = grown.hot.header.generation
-    out = out or parent.with_name(f"{parent.stem.removesuffix(f'.{generation - 1}')}.{generation}{parent.suffix}")
-    grown.hot.save(out)
+        generation = grown.hot.header.generation
+        out = out or parent.with_name(f"{parent.stem.removesuffix(f'.{generation - 1}')}.{generation}{parent.suffix}")
+        grown.hot.save(out)
+        entry.figures, entry.fingerprints = grown.as_json(), {"tokenizer": tokenizer.fingerprint}
+        entry.made(out)
     _print(_of_grown(grown), grown.hot.header)
     typer.echo(out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import Model, Threads, progress
+from training.commands.terminal import LedgerPath, Model, Threads, progress
 
 if TYPE_CHECKING:
     from training.pretraining.judge import Judgement
@@ -20,16 +21,20 @@ def judge(
     model: Model = "tiny",
     prompts: Annotated[int, typer.Option(min=1, help="How many held-out conversations.")] = 48,
     out: Annotated[Path | None, typer.Option(help="Also write figures and answers to this JSON file.")] = None,
+    ledger: LedgerPath = None,
     threads: Threads = 1,
 ) -> None:
     """Let a model answer held-out prompts, greedily and at 0.7; print acceptance per slot and repetition."""
     from backend.models.hub import resolve_model
+    from training.ledger import Entry, Ledger
     from training.pretraining.judge import held_out_conversations
     from training.pretraining.judge import judge as run
 
     resolve_model(model)  # a wrong name should not wait for the corpus
     temperatures = (0.0, 0.7)
-    with progress() as bar:
+    book = Ledger.beside(out, ledger) if out else Ledger(ledger) if ledger else None
+    recorded = book.run("judge", {"model": model, "prompts": prompts}) if book else nullcontext(Entry())
+    with progress() as bar, recorded as entry:
         task = bar.add_task("answering", total=prompts * len(temperatures))
         found = run(
             model,
@@ -38,6 +43,7 @@ def judge(
             threads=threads,
             report=lambda done: bar.update(task, completed=done),
         )
+        entry.figures = {"judgements": [one.as_json() for one in found]}
     Console().print(_table(found))
     if out is not None:
         out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n", encoding="utf-8")
