@@ -150,7 +150,7 @@ class BySlot(Scripted):
 @dataclass(frozen=True)
 class Run:
     """Of one way in one round: seconds and tokens of all verify steps, and the median seconds of a step (with its
-    drafting) and of a proposal, of those with the full draft length."""
+    drafting) and of a proposal; at an answer's end those are shorter."""
 
     seconds: float
     tokens: int
@@ -193,9 +193,8 @@ class Bench:
             if tuple(job.sequence.tokens) != self.answers[tuple(job.sequence.prompt)]:
                 raise RuntimeError(f"{name} at K = {slots} changed an answer")
         tokens = sum(len(job.sequence.tokens) - 1 for job in jobs)  # the first is the prompt's
-        full = slice(None, -MOST_SLOTS)  # at the end of an answer K is what remains of it
-        proposals = drafter.seconds[full] if drafter else [0.0]
-        return Run(seconds, tokens, statistics.median(turns[full]), statistics.median(proposals))
+        proposals = drafter.seconds if drafter else [0.0]
+        return Run(seconds, tokens, statistics.median(turns), statistics.median(proposals))
 
 
 def begun(
