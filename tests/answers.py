@@ -100,9 +100,14 @@ def _as_stream(content: Any, **more: Any) -> dict[str, Any]:
 
 def row_of(server: Server, answer: Answer) -> Generation:
     """The row an answer left, read from the file while the server writes on."""
+    return row_called(server, answer.row_id)
+
+
+def row_called(server: Server, name: str) -> Generation:
+    """The row with this id."""
     assert server.capture is not None
     with Store.open(server.capture) as store:
-        return store.get(answer.row_id)
+        return store.get(name)
 
 
 def bits(row: Generation) -> tuple[bytes, ...]:

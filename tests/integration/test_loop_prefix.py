@@ -73,7 +73,7 @@ def test_the_same_again_is_found_and_changes_nothing(
     drafting: ProcessServer, plain: ProcessServer, figures: Figures, manner: dict[str, Any], sentences: int
 ) -> None:
     messages = talk(f"{MANNERS.index(manner)} by {sentences}", sentences)
-    asked = {**manner, **TOKENS, "max_tokens": 24}
+    asked = {**manner, **TOKENS, "max_tokens": 16}
     without = whole(plain.openai, messages, **asked)
     answers = [ask(drafting.openai, messages, **asked) for ask in (whole, streamed, whole)]
     for answer in answers:

@@ -123,7 +123,7 @@ def test_a_bias_is_no_part_of_the_logprobs(ask: Ask) -> None:
     [{"presence_penalty": 2}, {"frequency_penalty": 0.5}, {"presence_penalty": -1.5, "frequency_penalty": 1.5}],
 )
 def test_what_the_output_had_is_penalised_token_by_token(ask_both: Ask, penalties: dict[str, float]) -> None:
-    asked = {**GREEDY, "max_tokens": 60, "top_logprobs": 64}
+    asked = {**GREEDY, "max_tokens": 40, "top_logprobs": 64}
     assert chosen_as_if(ask_both(COUNT, **asked, **penalties), **penalties)
     assert not chosen_as_if(ask_both(COUNT, **asked), **penalties), "the check is blind"
 
@@ -166,7 +166,7 @@ def test_min_p_of_one_leaves_the_best_alone(ask_both: Ask) -> None:
 @pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}])
 def test_truncated_sampling_takes_none_but_the_leading(ask_both: Ask, truncation: dict[str, Any]) -> None:
     # At temperature 1 the logprobs are what is truncated.
-    asked = {**SAMPLED, "temperature": 1, "seed": 8, "top_logprobs": 64, "ignore_eos": True}
+    asked = {**SAMPLED, "temperature": 1, "seed": 8, "top_logprobs": 64, "ignore_eos": True, "max_tokens": 24}
 
     def kept(spelled: bytes, logprob: float, alternatives: tuple[tuple[bytes, float], ...]) -> bool:
         better = [other for _, other in alternatives if other > logprob]
