@@ -123,6 +123,12 @@ def entry(backend: LocalBackend, name: str) -> dict[str, Any]:
     return dict(found)
 
 
+async def settled(backend: LocalBackend) -> None:
+    """Wait until what nobody has any more has gone."""
+    while "retiring" in states(backend).values():
+        await asyncio.sleep(0.01)
+
+
 def between_turns(backend: LocalBackend) -> None:
     """Wait for the end of the turn under way: what a step took is known after what it said."""
     backend._engine.call(lambda loop: None).result(30)
@@ -319,7 +325,7 @@ def test_a_promotion_lets_go_of_what_has_no_role_any_more(backend, run):
     for name in ("a", "b", "c"):
         run(load(backend, "whole", name))
     run(promote(backend, "a"))
-    run(asyncio.sleep(0.1))
+    run(settled(backend))
     assert states(backend) == {"mtp": "previous", "a": "active", "none": "loaded"}
     run(load(backend, "whole", "b"))
     run(promote(backend, "b"))
@@ -342,13 +348,14 @@ def test_a_drafter_goes_after_its_last_sequence(backend, run):
         with pytest.raises(InvalidRequest, match="already"):
             await load(backend, "whole")
         assert pools(backend) == 2
+        backend.cancel("last")
 
-    long = replace(SEEDED, max_tokens=200)
-    result = run(answer(backend, ask("last", long, "whole"), unload))
-    assert result.drafter == "whole"
+    result = run(answer(backend, ask("last", replace(SEEDED, max_tokens=900), "whole"), unload))
+    assert (result.drafter, result.finish_reason) == ("whole", "cancelled")
     assert sum(step.accepted for step in result.steps) > 0
-    assert tokens(result) == tokens(run(answer(backend, ask("again", long))))
-    run(asyncio.sleep(0.1))
+    again = replace(SEEDED, max_tokens=len(result.completion_ids))
+    assert tokens(result) == tokens(run(answer(backend, ask("again", again))))
+    run(settled(backend))
     assert states(backend) == {"mtp": "active", "none": "loaded"}
     assert pools(backend) == 1
     assert "whole" not in {one.drafter for one in backend.stats().drafters}
