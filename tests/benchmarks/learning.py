@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ from training.data import find_shards
 from training.distill import distill
 from training.distillation.options import DistillOptions
 from training.evaluate.evaluation import EvaluateOptions, Evaluation, Row, evaluate
+from training.evaluate.figures import Figure
 from training.extract import ExtractOptions, extract
 from training.hot_vocab import build
 
@@ -51,13 +52,15 @@ class Recipe:
     generic: bool = False
 
 
+MAIN = Recipe("own answers, α 1", "main")
 RECIPES = (
-    Recipe("own answers, KD then CE, α 1", "main"),
+    MAIN,
     Recipe("α 0.5", "half", alpha=0.5),
     Recipe("α 0", "native", alpha=0.0),
     Recipe("CE alone", "ce", ce_alone=True),
-    Recipe("generic corpus of the same size", "generic", generic=True),
+    Recipe("generic corpus", "generic", generic=True),  # of as many tokens
 )
+NATIVE, CUT = "native head", "native, cut"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Plan:
     prompts: int
     hot: int
     preset: str
-    d_inner: int | None
+    widths: dict[str, int]  # in place of the preset's
+    lr: float | None
     steps: int
     ce_steps: int
     seeds: int
@@ -126,7 +130,8 @@ class Workplace:
             hot_vocab=self.hot,
             out=out,
             preset=self.plan.preset,
-            widths={} if self.plan.d_inner is None else {"d_inner": self.plan.d_inner},
+            widths=self.plan.widths,
+            lr=self.plan.lr,
             steps=steps,
             ce_steps=ce_steps,
             alpha=recipe.alpha,
@@ -140,17 +145,21 @@ class Workplace:
         self._done(recipe, seed).write_text(json.dumps({"seconds": time.monotonic() - began}) + "\n")
         return out
 
-    def judged(self, students: Sequence[Path]) -> Evaluation:
+    def judged(self, made: Sequence[Recipe], seed: int) -> tuple[Evaluation, dict[str, Row]]:
+        """The students of one seed and the native heads on the held-out answers; differences are to the first one."""
+        students = [str(self._place_of(recipe, seed)) for recipe in made]
         options = EvaluateOptions(
             data=(self.own,),
             model=MODEL,
-            drafters=("mtp", f"hot_vocab:{self.hot}", *map(str, students)),
+            drafters=(*students, "mtp", f"hot_vocab:{self.hot}"),
             slots=self.plan.slots,
             every=self.plan.slots,
             temperatures=(),
             threads=1,
         )
-        return evaluate(options, self._report("judging"))
+        found = evaluate(options, self._report(f"judging seed {seed}"))
+        names = [*(recipe.name for recipe in made), NATIVE, CUT]
+        return found, dict(zip(names, found.rows, strict=True))
 
     def _place_of(self, recipe: Recipe, seed: int) -> Path:
         return self.place / "students" / f"{recipe.short}-{seed}"
@@ -169,65 +178,63 @@ class Workplace:
         )
 
 
-def summary(found: Evaluation, made: Sequence[tuple[Recipe, int]]) -> list[dict[str, Any]]:
-    """By contestant, students of one recipe together: figures of each seed and, of chain and τ, their mean."""
-    native = found.rows[0]
-    rows: dict[str, list[Row]] = {"native head": [native], "native head cut to the list": [found.rows[1]]}
-    for row, (recipe, _) in zip(found.rows[2:], made, strict=True):
-        rows.setdefault(recipe.name, []).append(row)
-    return [_of_recipe(name, members, native) for name, members in rows.items()]
+def summary(seeds: Sequence[dict[str, Row]]) -> list[dict[str, Any]]:
+    """A row for each recipe and native head over all seeds: each seed's figures, and their means."""
+    names = dict.fromkeys((NATIVE, CUT, *(name for seed in seeds for name in seed)))
+    return [_of_recipe(name, [seed for seed in seeds if name in seed]) for name in names]
 
 
-def _of_recipe(name: str, members: Sequence[Row], native: Row) -> dict[str, Any]:
-    walks = [row.walk or {} for row in members]
-    base = (native.walk or {})["chain"].value
+def _of_recipe(name: str, seeds: Sequence[dict[str, Row]]) -> dict[str, Any]:
+    rows, natives = [seed[name] for seed in seeds], [seed[NATIVE] for seed in seeds]
+    walks, strides = [row.walk or {} for row in rows], [row.stride or {} for row in rows]
     chains = [walk["chain"] for walk in walks]
+    ratios = [chain.value / (native.walk or {})["chain"].value for chain, native in zip(chains, natives, strict=True)]
     return {
         "name": name,
-        "seeds": len(members),
-        "parameters_read": members[0].parameters_read,
-        "reads_over_native": members[0].parameters_read / native.parameters_read,
-        "n": chains[0].n,
-        "surv": [statistics.mean(walk["surv"][s].value for walk in walks) for s in range(len(walks[0]["surv"]))],
+        "seeds": len(rows),
+        "parameters_read": rows[0].parameters_read,
+        "reads_over_native": rows[0].parameters_read / natives[0].parameters_read,
+        "drafts": [chain.n for chain in chains],
+        "surv": _means(walk["surv"] for walk in walks),
+        "cond": _means(walk["cond"] for walk in walks),
+        "hit": _means(stride["hit"] for stride in strides),
         "chain": statistics.mean(chain.value for chain in chains),
-        "chain_over_native": statistics.mean(chain.value / base for chain in chains),
-        "chain_by_seed": [(chain.value, chain.low, chain.high) for chain in chains],
-        "less_native": [
-            (row.difference["chain"].value, row.difference["chain"].low, row.difference["chain"].high)
-            for row in members
-            if row.difference
-        ],
+        "chain_over_native": statistics.mean(ratios),
+        "chain_by_seed": [asdict(chain) for chain in chains],
+        "chain_less_main": [asdict(row.difference["chain"]) for row in rows if row.difference],
         "tau": statistics.mean(walk["tau"].value for walk in walks),
+        "tau_by_seed": [asdict(walk["tau"]) for walk in walks],
     }
 
 
+def _means(by_seed: Iterable[Sequence[Figure]]) -> list[float]:
+    """Of each slot, over the seeds."""
+    return [statistics.mean(figure.value or 0.0 for figure in slot) for slot in zip(*by_seed, strict=True)]
+
+
 def table(rows: Sequence[dict[str, Any]], found: Evaluation) -> Table:
-    slots = found.slots
-    columns = (
-        "seeds",
-        "reads",
-        "of native's",
-        *(f"surv {s}" for s in range(slots)),
-        "chain by seed",
-        "of native's",
-        "τ",
-    )
+    """Chain by seed; in parentheses what it is less the first recipe's, on the same documents."""
     apart = ", ".join(f"{count} {reason}" for reason, count in found.set_apart.items()) or "none"
-    title = f"{found.documents} held-out answers, {found.tokens} tokens; set apart: {apart}"
-    made = Table("drafter", *columns, title=title, caption="means over the seeds; chain with its 95 % interval")
+    made = Table(
+        *("drafter", "reads", "surv by slot", "chain by seed", f"less {MAIN.name}", "of native's", "τ"),
+        title=f"{found.documents} held-out answers, {found.tokens} tokens; set apart: {apart}",
+        caption="reads, surv, τ: means over the seeds; chain with 95 % intervals; reads and chain of the native head's",
+    )
     for row in rows:
-        chains = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in row["chain_by_seed"])
         made.add_row(
             row["name"],
-            str(row["seeds"]),
-            f"{row['parameters_read']:,}",
             f"{row['reads_over_native']:.3f}",
-            *(f"{value:.3f}" for value in row["surv"]),
-            "\n".join(chains),
+            " ".join(f"{value:.2f}" for value in row["surv"]),
+            "\n".join(map(_told, row["chain_by_seed"])),
+            "\n".join(map(_told, row["chain_less_main"])),
             f"{row['chain_over_native']:.3f}",
             f"{row['tau']:.2f}",
         )
     return made
+
+
+def _told(figure: dict[str, Any]) -> str:
+    return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
 
 
 def main(
@@ -235,7 +242,11 @@ def main(
     prompts: Annotated[int, typer.Option(min=40, help="Answers to capture; a tenth of them is held out.")] = 2000,
     hot: Annotated[int, typer.Option(min=64, help="Ids of the students' output heads.")] = 2560,
     preset: Annotated[str, typer.Option(help="sv or sv-slim.")] = "sv-slim",
-    d_inner: Annotated[int | None, typer.Option(help="The students' inner width, the preset's unless given.")] = 96,
+    width: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=N, in place of the preset's; again for each. d_inner=96 unless given."),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Of KD; what suits the width unless given.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of KD.")] = 800,
     ce_steps: Annotated[int, typer.Option(min=0, help="Steps of CE after them.")] = 100,
     seeds: Annotated[int, typer.Option(min=1, help="Students of each recipe.")] = 3,
@@ -248,30 +259,37 @@ def main(
     began = time.monotonic()
     torch.set_num_threads(1)
     console = Console()
-    plan = Plan(prompts, hot, preset, d_inner, steps, ce_steps, seeds, slots, seed)
-    wanted = [(recipe, number) for number in range(seeds) for recipe in RECIPES]
+    widths = dict(one.split("=") for one in width or ["d_inner=96"])
+    plan = Plan(
+        prompts, hot, preset, {name: int(n) for name, n in widths.items()}, lr, steps, ce_steps, seeds, slots, seed
+    )
+    judged: list[tuple[Evaluation, dict[str, Row]]] = []
+    missing = 0
     with Progress(console=console, transient=True) as progress:
         work = Workplace(workdir, plan, progress)
         work.data()
-        made: list[tuple[Recipe, int]] = []
-        students: list[Path] = []
-        for recipe, number in wanted:
-            if (time.monotonic() - began) / 60 > minutes and not work.has(recipe, number):
-                continue
-            students.append(work.student(recipe, number))
-            made.append((recipe, number))
-        found = work.judged(students)
-    rows = summary(found, made)
-    console.print(table(rows, found))
-    if len(made) < len(wanted):
-        console.print(f"{len(wanted) - len(made)} students are yet to be made: run again with the same --workdir")
+        for number in range(seeds):
+            made: list[Recipe] = []
+            for recipe in RECIPES:
+                if work.has(recipe, number) or (time.monotonic() - began) / 60 < minutes:
+                    work.student(recipe, number)
+                    made.append(recipe)
+            missing += len(RECIPES) - len(made)
+            if MAIN in made:
+                judged.append(work.judged(made, number))
+    if not judged:
+        raise typer.BadParameter(f"{minutes} minutes were not enough for any student: run again with the same workdir")
+    rows = summary([rows for _, rows in judged])
+    console.print(table(rows, judged[0][0]))
+    if missing:
+        console.print(f"{missing} students are yet to be made: run again with the same --workdir")
     if figures:
         written = {
             "plan": asdict(plan),
             "torch": torch.__version__,
             "minutes": (time.monotonic() - began) / 60,
             "rows": rows,
-            "evaluation": found.as_json(),
+            "evaluations": [found.as_json() for found, _ in judged],
         }
         figures.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
