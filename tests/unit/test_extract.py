@@ -40,7 +40,7 @@ from training.data import Document, Forced, Scalars, find_shards, read_documents
 from training.errors import TrainingError
 from training.extract import ExtractOptions, extract, plan, read_forced, read_manifest
 from training.force import Readings, force_documents, force_each
-from training.forced import digest, read_shard, write_shard
+from training.forced import digest, read_shard, shards_of, write_shard
 
 SCALARS = ("log_z", "argmax", "chosen_logprob", "hot_mass")
 LENGTHS = ((70, 26), (5, 40), (130, 1), (64, 12), (63, 30), (3, 9))  # of prompt and answer
@@ -390,6 +390,11 @@ def test_the_command_tells_what_it_would_write_and_what_it_wrote(tmp_path: Path,
     entry = json.loads(line)
     assert (entry["command"], entry["outcome"]) == ("extract", "ok")
     assert entry["figures"]["counts"]["tokens"] == tokens
+    code, told, _ = command("targets", out, "--hot-vocab", hot_vocab(tmp_path, served), "--top", 8, "--threads", 1)
+    rows = sum(len(row.completion_tokens or ()) - 1 for row in served.rows)
+    assert code == 0
+    assert re.search(rf"6 documents, {rows} base rows of 4 slots", told)
+    assert told.splitlines()[-1] == str(out / "targets.json")
 
 
 # The gate
@@ -516,6 +521,8 @@ def test_a_shard_reads_back_as_it_was_written(tmp_path_factory: pytest.TempPathF
     dtype = str(told[0].hidden.dtype).removeprefix("torch.")
     with path.open("wb") as file:
         write_shard(file, told, {"dtype": dtype, "fingerprints": {"weights": "w", "build": "b"}})
+    [(_, reckoned)] = shards_of([one.document for one in told], 8, dtype)
+    assert path.stat().st_size <= reckoned
     for one, other in zip(told, read_shard(path, digest(path)), strict=True):
         kept = ("id", "prompt_length", "held_out", "seed", "sampling", "tags")
         assert [getattr(one.document, name) for name in kept] == [getattr(other.document, name) for name in kept]
@@ -525,3 +532,15 @@ def test_a_shard_reads_back_as_it_was_written(tmp_path_factory: pytest.TempPathF
         assert_equal_bits(one.hidden, other.hidden)
         for name in SCALARS:
             assert_equal_bits(getattr(one.scalars, name), getattr(other.scalars, name))
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(1, 60_000), st.sampled_from([8, 4096]))
+def test_shards_hold_whole_documents_in_order_and_only_one_alone_may_be_too_large(
+    lengths: list[int], limit: int, hidden: int
+) -> None:
+    documents = [document([1], [2] * (length - 1), str(index)) for index, length in enumerate(lengths)]
+    shards = shards_of(documents, hidden, "bfloat16", limit)
+    assert [one.id for members, _ in shards for one in members] == [one.id for one in documents]
+    assert all(size <= limit or len(members) == 1 for members, size in shards)
+    alone = sum(size for one in documents for _, size in shards_of([one], hidden, "bfloat16", limit))
+    assert sum(size for _, size in shards) <= alone
