@@ -84,6 +84,7 @@ def backend(running: tuple[Run, LocalBackend]) -> Iterator[LocalBackend]:
     with suppress(InvalidRequest):
         while True:
             backend.roll_back()
+    run(settled(backend))
     for name in set(states(backend)) - {"mtp", "none"}:
         run(backend.unload_drafter(name))
 
