@@ -115,7 +115,7 @@ class Job:
             sampler=Sampler(params, vocab, request.prompt),
             max_tokens=request.max_tokens,
             eos_ids=request.eos,
-            text=AnswerText(lambda token: chr(0x100 + token).encode(), request.stops),
+            text=AnswerText(lambda token: chr(0x100 + token).encode("utf-8", "surrogatepass"), request.stops),
             alternatives=0,
             on_emission=self._hear,
             drafter=drafter,
