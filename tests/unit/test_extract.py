@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from backend.drafters.protocol import Choose, Proposal
 from backend.drafters.recursive import RecursiveDrafter
 from backend.engine.memory import Memory
 from backend.engine.parameters import SamplingParams
+from backend.engine.probe import probe
 from backend.engine.runner import Runner
 from backend.interface import BackendError
 from backend.loading import Loaded, LocalOptions, load
@@ -33,7 +34,7 @@ from capture.records import Generation
 from capture.store import Store
 from tests.capture_rows import generation, write
 from tests.decoding import Outcome, Request, decode
-from tests.factory import Shape
+from tests.factory import WIDTHS_08B, Shape
 from tests.factory import build as random_model
 from training.cli import main
 from training.data import Document, Forced, Scalars, find_shards, read_documents
@@ -100,9 +101,30 @@ class Watched:
         return self._drafter.propose(states, counts, choose)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forced_hidden_states_are_bitwise_those_a_drafter_is_given_while_serving(dtype: torch.dtype) -> None:
-    runner = Runner(random_model(Shape()).to(dtype))
+    assert_as_served(Runner(random_model(Shape()).to(dtype)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_they_are_at_the_widths_of_the_08b_with_two_threads(dtype: torch.dtype) -> None:
+    runner = Runner(random_model(replace(WIDTHS_08B, vocab=320)).to(dtype))
+    with torch.inference_mode():
+        probe(runner)
+    assert_as_served(runner)
+
+
+def assert_as_served(runner: Runner) -> None:
     drafter = Watched(mtp_drafter(runner.model, "native"))
     requests = [
         Request(ids(prompt, 320, seed), SamplingParams(temperature=0.7, seed=seed), max_tokens=answer)
