@@ -102,11 +102,15 @@ def test_the_table_tells_every_slot_and_what_differs(data: Path, students: list[
     [
         (("prediction",), "no weights to judge"),
         (("nowhere",), "no drafter 'nowhere'"),
-        (("mtp", "--data", "nowhere"), "no complete extraction"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(data: Path, arguments: tuple[str, ...], said: str) -> None:
-    more = () if "--data" in arguments else ("--data", data)
-    with told(*arguments, *more) as (code, out, err):
+    with told(*arguments, "--data", data) as (code, out, err):
         assert (code, out) == (2, "")
     assert said in err.strip().splitlines()[-1]
+
+
+def test_a_folder_that_is_no_extraction_is_refused_in_one_line(tmp_path: Path) -> None:
+    with told("mtp", "--data", tmp_path / "nowhere") as (code, out, err):
+        assert (code, out) == (2, "")
+    assert "no complete extraction" in err.strip().splitlines()[-1]
