@@ -26,7 +26,7 @@ from training.cli import main
 from training.distill import DistillOptions, distill, plan
 from training.distillation.batches import collate, windows
 from training.distillation.native import LearningStudent
-from training.distillation.schedule import Moment
+from training.distillation.schedule import Moment, Stage
 from training.distillation.state import MARKER
 from training.distillation.step import Counted, Lesson, Objective
 from training.distillation.teacher import Teacher
@@ -214,6 +214,28 @@ def test_processes_together_find_what_one_finds_alone(options: DistillOptions, s
         assert (one.rows, one.hits) == (alone.rows, alone.hits)
     for ours, theirs in zip(summed, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_slots_that_no_step_gets_to_and_tokens_that_no_row_has_weigh_nothing(
+    options: DistillOptions, tmp_path: Path
+) -> None:
+    _, documents = answers()
+    model, block, teacher = lesson_parts(replace(options, hot_vocab=write_hot(tmp_path / "few.safetensors", 40)))
+    batch = collate([windows(i, 6, 26, 512, 4)[0] for i in range(5)], documents, torch.device("cpu"), torch.float32)
+    alone = World(0, 1, torch.device("cpu"))
+
+    def counted(visited: float, stage: Stage) -> Counted:
+        return Lesson(model, block, teacher, Objective(4, 0.8, "ce", visited, 4096)).gradients(
+            batch, Moment(stage, 1.0, 1.0), alone
+        )
+
+    everywhere, visited, hard = counted(0.0, "kd"), counted(1.0, "kd"), counted(0.0, "ce")
+    assert everywhere.weight == everywhere.rows == visited.rows == [95.0, 90.0, 85.0, 80.0]
+    assert visited.weight[0] == visited.rows[0]
+    assert 0 < visited.weight[1] <= visited.hits[0] < visited.rows[0]
+    assert visited.weight == sorted(visited.weight, reverse=True)
+    assert sum(hard.outside) > 0
+    assert hard.weight == [rows - outside for rows, outside in zip(hard.rows, hard.outside, strict=True)]
 
 
 @pytest.mark.slow
