@@ -67,8 +67,13 @@ def test_drafts_are_both_accepted_and_rejected(two_drafts: Mapping[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("flags", "drafter", "slots"),
-    [("", "mtp", 2), ("--draft-tokens 0", "mtp", 0), ("--draft-tokens 5", "mtp", 5), ("--drafter none", "none", 0)],
-    ids=["another start", "no drafts", "five drafts", "no drafter"],
+    [
+        # What these two would show, the others do too, on the way to more.
+        pytest.param("", "mtp", 2, id="another start", marks=pytest.mark.slow),
+        pytest.param("--draft-tokens 0", "mtp", 0, id="no drafts", marks=pytest.mark.slow),
+        pytest.param("--draft-tokens 5", "mtp", 5, id="five drafts"),
+        pytest.param("--drafter none", "none", 0, id="no drafter"),
+    ],
 )
 def test_a_server_started_otherwise_says_the_same(
     two_drafts: Mapping[str, Any], model: Checkpoint, tmp_path: Path, flags: str, drafter: str, slots: int
