@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from capture.cli import app
+from capture.store import Store
 from tests.capture_rows import generation, write
 from tests.fake_backend import FINGERPRINTS
 from tests.servers import AppServer, running_app
@@ -105,6 +106,13 @@ def test_totals_stay_those_of_the_rows_whatever_becomes_of_them(path: Path) -> N
     ):
         damaged(path, sql)
     assert run(path).stdout == "2 rows, 0 problems\n"
+
+
+def test_steps_that_are_none_leave_the_others_counted(path: Path) -> None:
+    damaged(path, "UPDATE generations SET steps = x'01' WHERE id = 'secret'")
+    with Store.open(path) as store:
+        (acceptance,) = store.stats().acceptance
+    assert (acceptance.steps, acceptance.proposed, acceptance.accepted) == (1, (1, 1), (1, 0))
 
 
 def test_pages_that_do_not_fit_are_found(tmp_path: Path) -> None:
