@@ -121,6 +121,7 @@ class BySlot(Scripted):
         self._survival, self._steps = survival, 0
         self.seconds: list[float] = []  # of the drafting, while it is `timed`
         self.timed: Callable[[], None] | None = None  # waits for the device
+        self.clock: Callable[[], float] = time.perf_counter
 
     def new_state(self, prompt: Sequence[int], pages: list[int]) -> Script:
         self._steps = 0
@@ -144,7 +145,7 @@ class BySlot(Scripted):
     def _now(self) -> float:
         if self.timed:
             self.timed()
-        return time.perf_counter()
+        return self.clock()
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class Bench:
     drafters: dict[str, BySlot]  # by name
     answers: dict[tuple[int, ...], tuple[int, ...]]
     synchronize: Callable[[], None]
+    clock: Callable[[], float]
 
     def run(self, way: Way, streams: int, timed: bool = False) -> Run:
         """So many streams to the end of their answers, which must be the known ones."""
@@ -181,14 +183,15 @@ class Bench:
         jobs = begun(self.loop, drafter, slots, list(self.answers)[:streams], len(next(iter(self.answers.values()))))
         if drafter:
             drafter.seconds, drafter.timed = [], self.synchronize if timed else None
+            drafter.clock = self.clock
         self.synchronize()
-        began, turns = time.perf_counter(), []
+        began, turns = self.clock(), []
         while self.loop.busy:
-            before = time.perf_counter()
+            before = self.clock()
             self.loop.turn()
-            turns.append(time.perf_counter() - before)
+            turns.append(self.clock() - before)
         self.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         for job in jobs:
             if tuple(job.sequence.tokens) != self.answers[tuple(job.sequence.prompt)]:
                 raise RuntimeError(f"{name} at K = {slots} changed an answer")
@@ -210,7 +213,15 @@ def begun(
     return jobs
 
 
-def make(shape: Shape, device: torch.device, hot: int, streams: int, tokens: int, survival: Survival) -> Bench:
+def make(
+    shape: Shape,
+    device: torch.device,
+    hot: int,
+    streams: int,
+    tokens: int,
+    survival: Survival,
+    clock: Callable[[], float],
+) -> Bench:
     """The model, its drafters with what their rows need, and the answers that K = 0 gives."""
     model = random_model(shape, device)
     ids = torch.arange(hot, dtype=torch.int32, device=device)
@@ -232,7 +243,7 @@ def make(shape: Shape, device: torch.device, hot: int, streams: int, tokens: int
     answers = {prompt: tuple(job.sequence.tokens) for prompt, job in zip(prompts, jobs, strict=True)}
     scripted = {name: BySlot(head, answers, survival[name]) for name, head in heads.items()}
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    return Bench(loop, scripted, answers, synchronize)
+    return Bench(loop, scripted, answers, synchronize, clock)
 
 
 def measure(
@@ -336,19 +347,32 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     steps: Annotated[bool, typer.Option(help="Time the draft steps alone, waiting for the device after each.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    cpu_time: Annotated[
+        bool, typer.Option(help="Seconds of this process's own work, where others take the cores; for one CPU thread.")
+    ] = False,
     figures: Annotated[Path | None, typer.Option("--json", help="Also write every round's figures here.")] = None,
 ) -> None:
     """Measure every drafter at every draft length."""
     console = Console(width=150)
     torch.set_num_threads(threads)
     survival, lengths = accepted(acceptance), sorted({int(length) for length in slots.split(",")})
+    if cpu_time and (threads > 1 or device != "cpu"):
+        raise typer.BadParameter("--cpu-time is for one thread on the CPU")
     if shape not in SHAPES or not 1 <= lengths[0] <= lengths[-1] <= MOST_SLOTS or (steps and len(lengths) < 2):
         raise typer.BadParameter(f"expected a shape of {', '.join(SHAPES)} and draft lengths of 1 to {MOST_SLOTS}")
     asked = SHAPES[shape] if layers is None else replace(SHAPES[shape], layers=BLOCK * (layers // len(BLOCK)))
     written: dict[str, Any] = {"shape": shape, "layers": len(asked.layers), "hot": hot, "acceptance": survival}
-    written |= {"device": device, "torch": torch.__version__, "threads": threads, "tokens": tokens, "runs": []}
+    written |= {
+        "cpu_time": cpu_time,
+        "device": device,
+        "torch": torch.__version__,
+        "threads": threads,
+        "tokens": tokens,
+        "runs": [],
+    }
     with torch.inference_mode():
-        bench = make(asked, torch.device(device), hot, max(batch), tokens, survival)
+        clock = time.process_time if cpu_time else time.perf_counter
+        bench = make(asked, torch.device(device), hot, max(batch), tokens, survival, clock)
         ways = [PLAIN, *((name, length) for name in bench.drafters for length in lengths)]
         for streams in batch:
             with Progress(console=console, transient=True) as progress:
