@@ -48,6 +48,7 @@ ARRAYS = {
     "seeds": np.uint64,
     "sampling": np.int32,
     "builds": np.int32,
+    "tags": np.int32,
 }
 
 
