@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from backend.models.config import ModelConfig
 from backend.models.hub import resolve_model
 from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
@@ -73,7 +72,7 @@ class Plan:
     hot: int
     preset: str
     widths: dict[str, int]  # in place of the preset's
-    lr: float | None
+    lr: float
     steps: int
     ce_steps: int
     seeds: int
@@ -94,7 +93,6 @@ class Workplace:
         written.write_text(told)
         directory = resolve_model(MODEL)
         self._tokenizer = ChatTokenizer.load(directory)
-        self._config = ModelConfig.from_directory(directory)
         self._weights = load_model(directory, torch.device("cpu"), torch.bfloat16, with_mtp=False).weights
 
     @property
@@ -140,8 +138,7 @@ class Workplace:
             seed=seed,
         )
         if recipe.ce_alone:  # as many steps, from the rate that distillation begins with
-            rate = options.settled(self._config).lr
-            options = replace(options, steps=0, ce_steps=steps + ce_steps, ce_lr=rate)
+            options = replace(options, steps=0, ce_steps=steps + ce_steps, ce_lr=self.plan.lr)
         began = time.monotonic()
         distill(options, self._report(f"{recipe.name}, seed {seed}"))
         self._done(recipe, seed).write_text(json.dumps({"seconds": time.monotonic() - began}) + "\n")
@@ -248,9 +245,9 @@ def main(
         list[str] | None,
         typer.Option(help=f"NAME=N, in place of the preset's; again for each. {' and '.join(WIDTHS)} unless given."),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Of KD; what suits the width unless given.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of KD.")] = 800,
-    ce_steps: Annotated[int, typer.Option(min=0, help="Steps of CE after them.")] = 100,
+    lr: Annotated[float, typer.Option(help="That KD begins with.")] = 2e-3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of KD.")] = 640,
+    ce_steps: Annotated[int, typer.Option(min=0, help="Steps of CE after them.")] = 60,
     seeds: Annotated[int, typer.Option(min=1, help="Students of each recipe.")] = 3,
     slots: Annotated[int, typer.Option(min=1, max=8, help="Draft tokens a step when judged.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
