@@ -20,7 +20,7 @@ FEWEST_STEPS = 20  # of each drafter in a bucket, before the bucket's times mean
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one request under one drafter: verify steps with a draft, and drafts accepted in them."""
+    """Of one request under one drafter: verify steps, and drafts accepted in them."""
 
     steps: int
     accepted: int
@@ -174,6 +174,6 @@ def _interval(value: float, drawn: NDArray[np.float64], n: int) -> Ratio:
 def _require(candidate: Sequence[Counts], incumbent: Sequence[Counts], found: Sequence[Bucket]) -> None:
     for name, counts in (("candidate", candidate), ("incumbent", incumbent)):
         if not any(one.steps for one in counts):
-            raise ValueError(f"the {name} has drafted in no request that was counted")
+            raise ValueError(f"the {name} has had no verify step in the requests that were counted")
     if not found:
         raise ValueError(f"no batch size has {FEWEST_STEPS} steps in which either drafter alone ran")

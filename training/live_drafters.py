@@ -52,7 +52,6 @@ class Drafter:
     """One that is loaded. `parameters_read`: weights read per draft step, None where the server does not say."""
 
     name: str
-    kind: str
     fingerprint: str
     state: str
     parameters_read: int | None
@@ -61,11 +60,10 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Drafters:
-    """All that are loaded. `previous` is what a roll-back makes the default; `canary`, who is on trial."""
+    """All that are loaded. `previous` is what a roll-back makes the default."""
 
     active: str
     previous: str | None
-    canary: str | None
     loaded: Mapping[str, Drafter]
 
 
@@ -86,22 +84,17 @@ class Operator:
         self._server.ask("POST", PATH, body)
 
     def activate(self, name: str, canary: float | None = None) -> None:
-        """Make it the default of the requests that come, or of that share of them alone."""
+        """Make it the default of the requests that come, which ends any canary; or a canary with that share of them."""
         self._server.ask("PUT", ACTIVE, {"drafter": name} if canary is None else {"drafter": name, "canary": canary})
-
-    def end_canary(self) -> None:
-        self._server.ask("DELETE", ACTIVE)
 
     def unload(self, name: str) -> None:
         self._server.ask("DELETE", f"{PATH}/{quote(name, safe='')}")
 
     def _read(self, told: Mapping[str, Any]) -> Drafters:
         try:
-            canary = told["canary"]
             return Drafters(
                 active=str(told["active"]),
                 previous=None if told["previous"] is None else str(told["previous"]),
-                canary=None if canary is None else str(canary["drafter"]),
                 loaded={one["name"]: _drafter(one) for one in told["drafters"]},
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -112,7 +105,6 @@ def _drafter(told: Mapping[str, Any]) -> Drafter:
     read = told["parameters_read"]
     return Drafter(
         name=str(told["name"]),
-        kind=str(told["kind"]),
         fingerprint=str(told["fingerprint"]),
         state=str(told["state"]),
         parameters_read=None if read is None else int(read),

@@ -34,8 +34,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of one request. `steps` are the verify steps with a draft, `accepted` the drafts accepted in them;
-    `digest` is of the answer's token ids."""
+    """What became of one request. `steps`: its verify steps, those without a draft too; `accepted`: drafts accepted in
+    them; `digest` is of the answer's token ids."""
 
     id: str
     drafter: str
@@ -117,12 +117,13 @@ def _ask(server: Server, ask: Ask) -> Served:
     try:
         times = told["timings"]
         ids = [int(token) for token in told["choices"][0]["token_ids"]]
-        per_pos = times["draft_n_per_pos"]
+        drafted, accepted = times["draft_n_per_pos"], int(times["draft_n_accepted"])
         return Served(
             id=ask.id,
             drafter=str(times["drafter"]),
-            steps=int(per_pos[0]) if per_pos else 0,
-            accepted=int(times["draft_n_accepted"]),
+            # Every step gives its accepted drafts and one token more, but a last one that ends with a draft.
+            steps=max(int(drafted[0]) if drafted else 0, len(ids) - 1 - accepted),
+            accepted=accepted,
             tokens=len(ids),
             digest=hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         )
@@ -131,6 +132,5 @@ def _ask(server: Server, ask: Ask) -> Served:
 
 
 def _of_row(row: Generation) -> Served:
-    drafted = [(proposed, accepted) for proposed, accepted in row.steps if proposed]
     count = 0 if row.completion_tokens is None else len(row.completion_tokens)
-    return Served(row.id, row.drafter, len(drafted), sum(accepted for _, accepted in drafted), count, "")
+    return Served(row.id, row.drafter, len(row.steps), sum(accepted for _, accepted in row.steps), count, "")

@@ -249,6 +249,15 @@ def test_the_command_tells_why_and_the_ledger_keeps_it_but_no_key(
     assert "SECRET" not in ledger.path.read_text()
 
 
+def test_a_server_without_drafter_can_be_given_one(tmp_path: Path, checkpoint: Path, asked: Path) -> None:
+    """Its steps without drafts are an incumbent like others."""
+    backend = Timed(drafters=("none",), seconds={"none": INCUMBENT_SECONDS, CANDIDATE: 0.0})
+    with running_app(backend=backend, capture=tmp_path / "server.db") as server:
+        verdict = promote(options(server, checkpoint, asked))
+        assert verdict.promoted, verdict.reason
+        assert (verdict.incumbent, drafters(server)[:2]) == ("none", (CANDIDATE, "none"))
+
+
 # What the figures are.
 
 
@@ -287,10 +296,10 @@ def test_pairs_that_disagree_leave_doubt() -> None:
     assert found.low < 1 < found.value < found.high
 
 
-def test_without_drafts_there_is_no_ratio() -> None:
+def test_without_steps_there_is_no_ratio() -> None:
     drafted, none = {"a": Counts(5, 2)}, {"a": Counts(0, 0)}
     block = Block(1.0, 1.0, {1: steps(100, 100, 90, 1.0)}, {1: steps(100, 100, 90, 1.0)})
-    with pytest.raises(ValueError, match="the incumbent has drafted in no request"):
+    with pytest.raises(ValueError, match="the incumbent has had no verify step"):
         gate.paired(drafted, none, [block], seed=0)
     with pytest.raises(ValueError, match="no batch size"):
         gate.paired(drafted, drafted, [Block(1.0, 1.0, {}, {})], seed=0)
