@@ -135,13 +135,11 @@ class BySlot(Scripted):
         self._steps += 1
         at = self._steps * _GOLDEN % 1
         right = sum(at < survival for survival in self._survival)
-        drafts = [
-            [token if slot < right else (token + 1) % self._vocab for slot, token in enumerate(state.ahead)][
-                : max(counts)
-            ]
-            for state in states
-        ]
-        return Proposal(torch.tensor(drafts).to(real.tokens.device), counts)
+        drafts = torch.zeros(len(states), max(counts), dtype=torch.int64)
+        for row, state in enumerate(states):
+            for slot, token in enumerate(state.ahead[: max(counts)]):
+                drafts[row, slot] = token if slot < right else (token + 1) % self._vocab
+        return Proposal(drafts.to(real.tokens.device), counts)
 
     def _now(self) -> float:
         if self.timed:
@@ -187,16 +185,18 @@ class Bench:
             drafter.clock = self.clock
         self.synchronize()
         began, turns = self.clock(), []
-        while self.loop.busy:
+        before_them = sum(len(job.sequence.tokens) for job in jobs)
+        while not any(job.sequence.finish for job in jobs):  # so that the batch is whole
             before = self.clock()
             self.loop.turn()
             turns.append(self.clock() - before)
         self.synchronize()
         seconds = self.clock() - began
+        tokens = sum(len(job.sequence.tokens) for job in jobs) - before_them
+        self.loop.finish()
         for job in jobs:
             if tuple(job.sequence.tokens) != self.answers[tuple(job.sequence.prompt)]:
                 raise RuntimeError(f"{name} at K = {slots} changed an answer")
-        tokens = sum(len(job.sequence.tokens) - 1 for job in jobs)  # the first is the prompt's
         proposals = drafter.seconds if drafter else [0.0]
         return Run(seconds, tokens, statistics.median(turns), statistics.median(proposals))
 
@@ -205,12 +205,13 @@ def begun(
     loop: Loop, drafter: Drafter | None, slots: int, prompts: Sequence[tuple[int, ...]], tokens: int
 ) -> list[Job]:
     """A stream of each prompt, all with their first token."""
-    loop.speculation.lengths = FixedDraftLength(slots)
+    loop.speculation.lengths = FixedDraftLength(0)  # or the first would end before the last has begun
     jobs = [Job(loop, Request(prompt, GREEDY, tokens), drafter) for prompt in prompts]
     for job in jobs:
         loop.add(job.sequence)
     while not all(job.sequence.decoding for job in jobs):
         loop.turn()
+    loop.speculation.lengths = FixedDraftLength(slots)
     return jobs
 
 
