@@ -28,7 +28,8 @@ from backend.models.student import StudentBlock, StudentConfig
 FORMAT_VERSION: Literal[1] = 1
 MODEL_TYPE: Literal["studentsv"] = "studentsv"
 WEIGHTS, HEADER = "model.safetensors", "config.json"
-RESERVED = ("mtp", "none", "hot_vocab", "prediction", "grammar")  # what drafts by these names is no student
+# What drafts by these names is no student; the API's address of an "active" one is that of whichever is the default.
+RESERVED = ("mtp", "none", "hot_vocab", "prediction", "grammar", "active")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _STORED = (torch.bfloat16, torch.float32)
 _TRUNKS = ("hidden_size", "rotary_dim", "rope_theta", "rms_norm_eps")  # fields of the architecture it does not choose
@@ -119,7 +120,7 @@ def check_name(name: str) -> str:
     if not re.fullmatch(_NAME, name):
         raise BackendError(f"{name!r} cannot be a drafter's name: up to 64 letters, digits, '.', '_' and '-' are")
     if name in RESERVED:
-        raise BackendError(f"a student cannot be named {name!r}: that is another drafter's name")
+        raise BackendError(f"a student cannot be named {name!r}: that means another drafter")
     return name
 
 
@@ -158,8 +159,7 @@ def load_student(directory: Path, model: Qwen35, weights: str, tokenizer: str) -
     if d2t is None:
         raise BackendError(f"the student {directory} has no tensor 'd2t'")
     _check_ids(directory, d2t, header, model.config.vocab_size)
-    with torch.device("meta"):
-        block = StudentBlock(header.architecture, model.config, d2t)
+    block = _empty_block(directory, header, model, d2t)
     _check_weights(directory, tensors, block, header)
     like = model.model.embed_tokens.weight
     block.load_state_dict(
@@ -167,6 +167,15 @@ def load_student(directory: Path, model: Qwen35, weights: str, tokenizer: str) -
         assign=True,
     )
     return Student(block.requires_grad_(False).eval(), name, header)
+
+
+def _empty_block(directory: Path, header: StudentHeader, model: Qwen35, d2t: Tensor) -> StudentBlock:
+    """On the meta device. Raises BackendError for widths whose product is no number of bytes."""
+    try:
+        with torch.device("meta"):
+            return StudentBlock(header.architecture, model.config, d2t)
+    except (RuntimeError, TypeError) as error:
+        raise BackendError(f"the student {directory} is too large for any machine, by its architecture") from error
 
 
 def _weights(block: StudentBlock) -> dict[str, Tensor]:
@@ -200,9 +209,9 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 def _read_header(directory: Path) -> StudentHeader:
     path = directory / HEADER
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise BackendError(f"no student at {directory}: there is no {HEADER} in it")
         text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise BackendError(f"no student at {directory}: there is no {HEADER} in it") from None
     except OSError as error:
         raise BackendError(f"cannot read {path}: {_one_line(error)}") from error
     try:
@@ -237,10 +246,10 @@ def _check_target(directory: Path, header: StudentHeader, model: Qwen35, weights
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
+        if not path.is_file():
+            raise BackendError(f"checkpoint file {path} is missing (only safetensors are read)")
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise BackendError(f"checkpoint file {path} is missing (only safetensors are read)") from None
     except (SafetensorError, OSError) as error:
         raise BackendError(f"cannot read {path}: {_one_line(error)}") from error
 

@@ -58,9 +58,14 @@ class SpeculationCounts:
             self._counts[drafter].add(step, time.monotonic())
 
     def add_timed(self, step: TimedStep) -> None:
-        """Count what a step took, under its drafter and its batch rounded up to a power of two."""
+        """Count what a step took, under its drafter and its batch rounded up to a power of two.
+
+        Not of a drafter that is not counted: the step's end may come after that of its last sequence.
+        """
         bucket = 1 << (step.batch - 1).bit_length()
         with self._lock:
+            if step.drafter not in self._counts and step.drafter != "none":
+                return
             of = self._times.setdefault(step.drafter, {})
             known = of.get(bucket, StepTimes(bucket))
             of[bucket] = StepTimes(

@@ -169,7 +169,7 @@ def test_a_student_is_tried_beside_the_active_drafter_before_it_is_there(backend
         ("link", None, "path_not_allowed", "inside --drafter-dir"),
         ("linked-weights", None, "path_not_allowed", "inside --drafter-dir"),
         ("a\0b", None, "path_not_allowed", "inside --drafter-dir"),
-        ("whole", "mtp", "invalid_drafter", "another drafter's name"),
+        ("whole", "mtp", "invalid_drafter", "means another drafter"),
         ("whole", "a/b", "invalid_drafter", "cannot be a drafter's name"),
         ("wild", None, "low_acceptance", "less than min_acceptance 0.1 (mtp: 0."),
         ("torn", None, "invalid_drafter", "torn"),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backend.engine.statistics as statistics_module
-from backend.engine.statistics import SpeculationCounts
-from backend.interface import DrafterStats, Step
+from backend.engine.statistics import SpeculationCounts, TimedStep
+from backend.interface import DrafterStats, Step, StepTimes
 
 STEPS = st.lists(st.integers(0, 4).flatmap(lambda k: st.builds(Step, st.just(k), st.integers(0, k))), max_size=30)
 
@@ -69,6 +69,19 @@ def test_an_unknown_drafter_and_a_slot_too_many_are_refused() -> None:
         counts.add("student", Step(1, 1))
     with pytest.raises(IndexError):
         counts.add("mtp", Step(3, 0))
+
+
+def test_the_time_of_a_step_that_ends_after_its_drafter_has_gone_is_nobodys() -> None:
+    counts = SpeculationCounts(["student"], 2)
+    for batch in (3, 4):
+        counts.add_timed(TimedStep("student", batch, 1, 0.5))
+    counts.add_timed(TimedStep("none", 1, 0, 0.25))
+    assert counts.times("student") == (StepTimes(4, 2, 7, 2, 1.0),)
+    counts.forget("student")
+    counts.add_timed(TimedStep("student", 1, 1, 0.5))
+    counts.begin("student")  # another one, of that name
+    assert counts.times("student") == ()
+    assert counts.times("none") == (StepTimes(1, 1, 1, 0, 0.25),)
 
 
 def test_the_recent_counts_are_those_of_the_last_minute(clock: Clock) -> None:

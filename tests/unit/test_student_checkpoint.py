@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -296,6 +297,15 @@ def test_an_architecture_that_is_not_the_tensors_is_refused(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("width", ["intermediate_size", "num_attention_heads", "head_dim"])
+@pytest.mark.parametrize("size", [2**20, 2**60, 2**62, 2**70])
+def test_widths_that_no_tensor_has_are_refused_however_large(tmp_path: Path, width: str, size: int) -> None:
+    saved(tmp_path / "a")
+    architecture = json.loads((tmp_path / "a" / "config.json").read_text())["architecture"]
+    said = refused(change_header(tmp_path / "a", architecture={**architecture, width: size}))
+    assert "not bfloat16 or float32 [" in said or "too large for any machine" in said
+
+
 def test_a_student_of_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     assert "another model: its weights are aaaaaaaaaaaa, here dddddddddddd" in refused(tmp_path / "a", weights="d" * 64)
@@ -316,8 +326,19 @@ def test_files_that_are_missing_or_cut_off_are_refused(tmp_path: Path) -> None:
     assert "not a student's" in refused(directory)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("config.json", "there is no config.json"), ("model.safetensors", "is missing")]
+)
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, said: str) -> None:
+    path = saved(tmp_path / "a") / name
+    path.unlink()
+    os.mkfifo(path)
+    assert said in refused(tmp_path / "a")
+
+
 def test_names_of_other_drafters_are_taken() -> None:
     assert check_name("student-2026.1") == "student-2026.1"
+    assert {"mtp", "none", "hot_vocab", "prediction", "grammar", "active"} == set(RESERVED)
     for name in (*RESERVED, "", "a b", "-x", "x" * 65, "a/b", "a\n"):
         with pytest.raises(BackendError):
             check_name(name)
