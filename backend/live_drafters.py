@@ -144,14 +144,18 @@ class LiveDrafters:
             await asyncio.shield(live.release)
 
     def promote(self, name: str, canary: float | None) -> None:
-        """See `ChatBackend.promote`. Of those that came over the API, the ones left without a role go."""
+        """See `ChatBackend.promote`. Of those that came over the API, the ones go that a promotion leaves without role.
+
+        The default's own name ends the canary and promotes nothing.
+        """
         self.named(name)
         if canary is not None:
             self.default.begin_canary(name, canary)
             return
-        if name == self.default.name and not self.default.canary:
-            return
+        before = self.default.name
         self.default.promote(name)
+        if name == before:
+            return
         for live in list(self._live.values()):
             if live.came and not live.leaving and self.default.state(live.drafter.name) is None:
                 self._leave(live)

@@ -115,6 +115,10 @@ async def promote(backend: LocalBackend, name: str, canary: float | None = None)
     backend.promote(name, canary)
 
 
+async def ended(end: Callable[[], None]) -> None:
+    end()
+
+
 def states(backend: LocalBackend) -> dict[str, str]:
     return {one["name"]: one["state"] for one in backend.list_drafters()["drafters"]}
 
@@ -333,6 +337,21 @@ def test_a_promotion_lets_go_of_what_has_no_role_any_more(backend, run):
     assert states(backend) == {"mtp": "loaded", "a": "previous", "b": "active", "none": "loaded"}
     backend.roll_back()
     assert states(backend) == {"mtp": "previous", "a": "active", "b": "loaded", "none": "loaded"}
+
+
+def test_the_end_of_a_canary_is_no_promotion_and_lets_go_of_nothing(backend, run):
+    for name in ("a", "b", "c"):
+        run(load(backend, "whole", name))
+    run(promote(backend, "a"))  # b and c go
+    run(settled(backend))
+    for name in ("b", "c"):
+        run(load(backend, "whole", name))
+    history = backend.list_drafters()["history"]
+    for end in (backend.roll_back, lambda: backend.promote("a")):
+        run(promote(backend, "b", 1))
+        run(ended(end))
+        assert states(backend) == {"mtp": "previous", "a": "active", "b": "loaded", "c": "loaded", "none": "loaded"}
+    assert backend.list_drafters()["history"] == history
 
 
 # -- letting go ------------------------------------------------------------------------------------------------------
