@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Never, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,12 +97,35 @@ class Scalars:
     hot_mass: Tensor  # float32 [T], probability of the hot vocabulary's ids; NaN without one
 
 
+class _Lazy:
+    """A field that is a tensor, or a function which is called for it each time it is read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Never: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Tensor: ...
+    def __get__(self, instance: object | None, owner: type) -> Tensor:
+        if instance is None:
+            raise AttributeError(self._name)  # which tells the dataclass that the field has no default
+        held: Tensor | Callable[[], Tensor] = instance.__dict__[self._name]
+        return held if isinstance(held, Tensor) else held()
+
+    def __set__(self, instance: object, value: Tensor | Callable[[], Tensor]) -> None:
+        instance.__dict__[self._name] = value
+
+
 @dataclass(frozen=True, eq=False)
 class Forced:
-    """A document and the trunk's hidden states over it, after the final norm: row t, [T, H], at position t."""
+    """A document and the trunk's hidden states over it, after the final norm: row t, [T, H], at position t.
+
+    Those of a document on disk are mapped anew each time `hidden` is read: hold the tensor as long as it is of use.
+    """
 
     document: Document
-    hidden: Tensor
+    hidden: _Lazy = _Lazy()
     scalars: Scalars | None = None
 
     def cpu(self) -> Forced:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -137,13 +136,6 @@ class _Run:
                     f"{self._options.data} was extracted from another model: its {what} are {theirs[what][:12]}, "
                     f"here {ours[:12]}"
                 )
-        files = [self._options.data / entry["file"] for entry in manifest["shards"]]
-        needed = sum(file.stat().st_size for file in files if file.is_file())
-        if needed > (there := os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-            raise TrainingError(
-                f"{self._options.data} is held in memory: {needed / 1e9:.1f} GB of hidden states, {there / 1e9:.1f} GB "
-                f"are free. Extract fewer documents, or train on a machine with more memory"
-            )
         split: tuple[list[Forced], list[Forced]] = ([], [])
         left_out = 0
         for forced in read_forced(self._options.data):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from training.data import Document, Forced, Scalars, reason
 from training.errors import TrainingError
+from training.mapped import Stored, find
 
 FORMAT, FORMAT_VERSION = "draftloop-forced", 1
 SHARD_BYTES = 256_000_000
@@ -59,6 +63,7 @@ def write_shard(file: IO[bytes], documents: Sequence[Forced], meta: Mapping[str,
     tags, tagged = _listed([document.tags or None for document in own])
     np.savez(
         file,
+        hidden=np.concatenate([_bits(forced.hidden) for forced in documents]),  # first: begins at a multiple of 4 bytes
         tokens=np.concatenate([document.tokens for document in own]).astype("<i4"),
         doc_offsets=np.cumsum([0, *(len(document.tokens) for document in own)], dtype="<i8"),
         prompt_lengths=np.array([document.prompt_length for document in own], dtype="<i4"),
@@ -67,7 +72,6 @@ def write_shard(file: IO[bytes], documents: Sequence[Forced], meta: Mapping[str,
         seeds=np.array([document.seed or 0 for document in own], dtype="<u8"),
         sampling=sampling,
         tags=tags,
-        hidden=np.concatenate([_bits(forced.hidden) for forced in documents]),
         log_z=_joined([one.log_z for one in scalars], "<f4"),
         argmax=_joined([one.argmax for one in scalars], "<u4"),
         chosen_logprob=_joined([one.chosen_logprob for one in scalars], "<f4"),
@@ -94,10 +98,12 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
 
 
 def read_forced(folder: Path, held_out: bool | None = None) -> Iterator[Forced]:
-    """The documents of a complete folder in order, of one split or (None) of both, a shard in memory at a time.
+    """The documents of a complete folder in order, of one split or (None) of both. Hidden states stay on disk.
 
-    Tensors are on the CPU, hidden states in the dtype they had. `logprobs` of a document are the forced ones. Raises
-    TrainingError for a shard that is not what the manifest names.
+    Tensors are on the CPU, hidden states in the dtype they had: views of the shard, mapped whenever they are read. A
+    shard's hash is checked when this comes to it and not again; a file that is put in its place later is noticed, one
+    that is written over in place is not. `logprobs` of a document are the forced ones. Raises TrainingError for a shard
+    that is not what the manifest names.
     """
     for entry in read_manifest(folder)["shards"]:
         for forced in read_shard(folder / entry["file"], entry["sha256"]):
@@ -106,14 +112,15 @@ def read_forced(folder: Path, held_out: bool | None = None) -> Iterator[Forced]:
 
 
 def read_shard(path: Path, sha256: str) -> list[Forced]:
-    """One shard, if it is the file of that hash."""
+    """One shard's documents as `read_forced` gives them, if it is the file of that hash."""
     try:
         if digest(path) != sha256:
             raise TrainingError(f"{path} is not the file that its manifest names: extract again")
+        hidden = find(path, "hidden")["hidden"]
         with np.load(path, allow_pickle=False) as archive:
-            arrays = dict(archive)
-        return list(_documents(arrays))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+            arrays = {name: archive[name] for name in archive.files if name != "hidden"}
+        return list(_documents(arrays, hidden))
+    except (OSError, ValueError, KeyError, IndexError, EOFError, struct.error, zipfile.BadZipFile) as error:
         raise TrainingError(f"cannot read the shard {path}: {reason(error)}") from error
 
 
@@ -123,11 +130,10 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _documents(arrays: Mapping[str, NDArray[Any]]) -> Iterator[Forced]:
+def _documents(arrays: Mapping[str, NDArray[Any]], hidden: Stored) -> Iterator[Forced]:
     meta = json.loads(str(arrays["meta"]))
-    hidden = torch.from_numpy(arrays["hidden"])
     if meta["dtype"] == "bfloat16":
-        hidden = hidden.view(torch.bfloat16)
+        hidden = replace(hidden, dtype=torch.bfloat16)
     tensors = {name: torch.from_numpy(arrays[name]) for name in ("log_z", "chosen_logprob")}
     argmax = torch.from_numpy(arrays["argmax"].astype(np.int64))
     hot_mass = torch.from_numpy(arrays["hot_mass"].astype(np.float32))
@@ -149,7 +155,7 @@ def _documents(arrays: Mapping[str, NDArray[Any]]) -> Iterator[Forced]:
             tags=meta["tags"][tag] if tag >= 0 else {},
         )
         scalars = Scalars(tensors["log_z"][span], argmax[span], tensors["chosen_logprob"][span], hot_mass[span])
-        yield Forced(document, hidden[span], scalars)
+        yield Forced(document, partial(hidden.rows, int(span.start), int(span.stop)), scalars)
 
 
 def _scalars_of(forced: Forced) -> Scalars:

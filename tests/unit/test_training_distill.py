@@ -325,12 +325,6 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_no_memory_holds_is_refused(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sysconf", lambda name: 8)
-    with pytest.raises(TrainingError, match="GB are free"):
-        plan(options)
-
-
 def test_a_teacher_is_the_trunk_and_the_native_chain_weighed_by_what_the_head_can_propose(
     options: DistillOptions,
 ) -> None:

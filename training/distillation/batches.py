@@ -105,15 +105,16 @@ def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch
     """Cut the windows out of their documents. The scalars are taken where every document has them."""
     width = max(window.length for window in chosen)
     parts = [documents[window.document] for window in chosen]
+    states = [part.hidden[window.start : window.stop] for window, part in zip(chosen, parts, strict=True)]
     tokens = torch.zeros(len(chosen), width, dtype=torch.int64)
     anchors = torch.zeros(len(chosen), width - 1, dtype=torch.bool)
-    hidden = parts[0].hidden.new_zeros(len(chosen), width, parts[0].hidden.shape[1])
+    hidden = states[0].new_zeros(len(chosen), width, states[0].shape[1])
     scored = all(part.scalars is not None for part in parts)
     log_z = torch.zeros(len(chosen), width) if scored else None
     for row, (window, part) in enumerate(zip(chosen, parts, strict=True)):
         span, length = slice(window.start, window.stop), window.length
         tokens[row, :length] = torch.from_numpy(part.document.tokens[span].astype("int64"))
-        hidden[row, :length] = part.hidden[span]
+        hidden[row, :length] = states[row]
         anchors[row, window.first - window.start - 1 : window.last - window.start - 1] = True
         if log_z is not None and part.scalars is not None:
             log_z[row, :length] = part.scalars.log_z[span]

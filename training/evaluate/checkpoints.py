@@ -20,7 +20,7 @@ from backend.drafters.recursive import RecursiveDrafter
 from backend.models.draft_block import DraftBlock, NativeBlock
 from backend.models.fingerprint import hash_ids
 from backend.models.qwen3_5 import Qwen35
-from training.data import Forced
+from training.data import Document, Forced
 from training.errors import TrainingError
 from training.evaluate.figures import Bootstrap, Figure, Ratio
 from training.evaluate.opening import Contestant, open_all
@@ -171,24 +171,25 @@ def provenance(
     an anchor.
     """
     vocab = vocab or model.config.vocab_size
-    parts = [part for i, forced in enumerate(documents) for part in _parts(i, forced, window, slots)]
-    if not parts:
+    windows = sum(len(_bases(forced.document, window)) for forced in documents)
+    if not windows:
         raise TrainingError(
             f"nothing to judge by: none of {len(documents)} documents has two tokens of the model's own"
         )
     sums = np.zeros((len(checkpoints), slots, len(documents), len(FIGURES) + 1))  # the last is the count of positions
     native = NativeBlock(model) if teacher == "mtp" else None
+    parts = (part for i, forced in enumerate(documents) for part in _parts(i, forced, window, slots))
     for done, part in enumerate(parts):
-        report("checkpoints", done, len(parts))
+        report("checkpoints", done, windows)
         taught = list(_teacher(model, native, part, vocab))
         for c, checkpoint in enumerate(checkpoints):
             for j, rows in enumerate(_outputs(model, checkpoint.block, part)):
                 sums[c, j, part.document] += _sums(checkpoint.block, rows, taught[j], part.gold[j], vocab)
-    report("checkpoints", len(parts), len(parts))
+    report("checkpoints", windows, windows)
     reached = int((sums[0, :, :, -1].sum(-1) > 0).sum())  # slots that some anchor has
     judged = _judged(checkpoints, sums[:, :reached], Bootstrap(len(documents), resamples, seed))
     tokens = sum(len(forced.document.tokens) - forced.document.prompt_length for forced in documents)
-    return Provenance(teacher, len(documents), tokens, len(parts), judged)
+    return Provenance(teacher, len(documents), tokens, windows, judged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,10 +208,7 @@ def _parts(index: int, forced: Forced, window: int, slots: int) -> Iterator[_Par
     document, hidden = forced.document, forced.hidden
     tokens = torch.from_numpy(document.tokens.astype(np.int64))
     T = len(tokens)
-    for start in range(0, T - 1, window):
-        bases = range(max(document.prompt_length, start + 1), min(start + window, T - 2) + 1)
-        if not bases:
-            continue
+    for start, bases in _bases(document, window):
         end = min(T, bases[-1] + slots)
         counts = [min(bases[-1], T - 2 - j) - bases[0] + 1 for j in range(slots)]  # where x_{p+1+j} exists
         counts = [count for count in counts if count > 0]
@@ -222,6 +220,16 @@ def _parts(index: int, forced: Forced, window: int, slots: int) -> Iterator[_Par
             gold=[tokens[bases[0] + 1 + j : bases[0] + 1 + j + count] for j, count in enumerate(counts)],
             taught=[hidden[bases[0] + j : bases[0] + j + count] for j, count in enumerate(counts)],
         )
+
+
+def _bases(document: Document, window: int) -> list[tuple[int, range]]:
+    """The first token of each window that has anchors, and these."""
+    T = len(document.tokens)
+    found = [
+        (start, range(max(document.prompt_length, start + 1), min(start + window, T - 2) + 1))
+        for start in range(0, T - 1, window)
+    ]
+    return [(start, bases) for start, bases in found if bases]
 
 
 def _outputs(model: Qwen35, block: DraftBlock, part: _Part) -> Iterator[Tensor]:

@@ -22,9 +22,9 @@ BLOCK = 64  # rows of logits at once
 def logits_of(model: Qwen35, forced: Forced, vocab: int) -> Iterator[tuple[int, Tensor]]:
     """The target's logits over an answer, float32 [R, vocab] at a time, each with the position its first row is for."""
     start, end = forced.document.prompt_length, len(forced.document.tokens)
-    weight = model.model.embed_tokens.weight
+    weight, hidden = model.model.embed_tokens.weight, forced.hidden
     for at in range(start, end, BLOCK):
-        rows = forced.hidden[at - 1 : min(at + BLOCK, end) - 1].to(weight.device, weight.dtype)
+        rows = hidden[at - 1 : min(at + BLOCK, end) - 1].to(weight.device, weight.dtype)
         yield at, model.logits(rows)[..., :vocab]
 
 
