@@ -5,7 +5,6 @@ Decides by `gate` what `live_drafters` and `traffic` tell. By law L2 no client c
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backend.drafters.student import read_header
 from capture.records import CaptureError, utc_now
 from capture.server import RefusedError, Server, Version
 from capture.store import Store, default_path
@@ -24,6 +24,7 @@ from training.traffic import Ask, Served, Traffic, captured_since, drive, held_o
 Report = Callable[[str, int, int], None]
 
 LONGEST_NAME = 64
+EVERYBODY = 1.0  # a canary's share: as active as a default, and nothing is forgotten when it ends
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ def promote(options: PromoteOptions, report: Report = lambda doing, done, total:
     """Promote the candidate if it serves faster, else leave the server as it was.
 
     Whatever ends this early, an interruption too, makes the incumbent the default again. Raises TrainingError where
-    there is too little to try it on, and ServerError where the server cannot be asked.
+    there is too little to try it on or the server calls another drafter so, BackendError where there is no checkpoint,
+    and ServerError where the server cannot be asked.
     """
-    name = options.name or candidate_name(options.drafter)
+    name, fingerprint = options.name or candidate_name(options.drafter), read_header(options.drafter).fingerprint
     with ExitStack() as stack:
         clients = stack.enter_context(Server(options.server, options.api_key))
         operator = Operator(stack.enter_context(Server(options.server, options.admin_key or options.api_key)))
@@ -113,6 +115,8 @@ def promote(options: PromoteOptions, report: Report = lambda doing, done, total:
                 f"trying a drafter takes {options.fewest_requests} (about a tenth of all rows is held out)"
             )
         before = operator.drafters()
+        if name in before.loaded and before.loaded[name].fingerprint != fingerprint:
+            raise TrainingError(f"the server has another drafter {name} than {options.drafter}: give this one a --name")
         incumbent = before.active
         if name == before.active:  # left so by a promotion that was killed between two blocks, or never needed
             if before.previous is None:
@@ -128,6 +132,8 @@ def promote(options: PromoteOptions, report: Report = lambda doing, done, total:
         with _Restored(operator, incumbent, name) as restored:
             run = _Run(options, clients, operator, store, version, asks, name, incumbent, report)
             try:
+                if operator.drafters().loaded[name].fingerprint != fingerprint:
+                    raise _No(f"what the server finds at its path is another checkpoint than {options.drafter}")
                 verdict = run.verdict()
             except _No as no:
                 return Verdict(False, str(no), name, incumbent, len(asks), **no.found)
@@ -240,7 +246,7 @@ class _Run:
             order = (self.candidate, self.incumbent) if pair % 2 == 0 else (self.incumbent, self.candidate)
             told: dict[str, tuple[Traffic, Buckets]] = {}
             for name in order:
-                self.operator.activate(name)
+                self.operator.activate(name, EVERYBODY if name == self.candidate else None)
                 before = self._steps()[name]
                 traffic = self._drive(f"block {pair + 1} of {self.options.pairs}, {name}", self.asks)
                 told[name] = traffic, since(self._steps()[name], before)
@@ -248,7 +254,7 @@ class _Run:
                     if one.digest != answers[one.id]:
                         raise _No(f"the answer to {one.id} changed with the drafter: that must never be", trial=trial)
                     if one.drafter != name:
-                        raise _No(f"{name} was made the default, but {one.drafter} drafted", trial=trial)
+                        raise _No(f"{name} was to draft for everybody, but {one.drafter} did", trial=trial)
                 served[name] += traffic.served
             (ours, our_steps), (theirs, their_steps) = told[self.candidate], told[self.incumbent]
             blocks.append(Block(ours.tokens_per_second, theirs.tokens_per_second, our_steps, their_steps))
@@ -280,13 +286,8 @@ def _counts(served: Sequence[Served]) -> dict[str, Counts]:
 def candidate_name(drafter: Path) -> str:
     """The checkpoint's own name and the beginning of its weights' hash: another training is another name.
 
-    Raises TrainingError where there is no checkpoint.
+    Raises BackendError where there is no checkpoint.
     """
-    path = drafter / "config.json"
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-        digest = str(header["weights_sha256"])[:8]
-        own = str(header.get("name") or drafter.resolve().name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainingError(f"{drafter} is no drafter's checkpoint: its config.json cannot be read ({error})") from None
-    return own[: LONGEST_NAME - 9] + "-" + digest
+    header = read_header(drafter)
+    own = header.name or drafter.resolve().name
+    return own[: LONGEST_NAME - 9] + "-" + header.weights_sha256[:8]

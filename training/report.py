@@ -72,7 +72,7 @@ def _promotions(runs: Sequence[Run]) -> Iterator[str]:
     if not tried:
         return
     yield "<h2>Speed: promotions</h2>"
-    yield _note("Candidate over incumbent, 95 % bootstrap intervals; promoted only where both lie above 1 whole.")
+    yield _note("Candidate over incumbent, 95 % intervals; promoted only where both lie above 1 whole.")
     ends = ("tokens/s of candidate", "tokens/s of incumbent")
     series = []
     for run in tried[-MOST_SERIES // 2 :]:

@@ -82,6 +82,17 @@ class StudentHeader(BaseModel):
             evaluation=evaluation or {},
         )
 
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over weights, ids and architecture: whatever makes a draft another one."""
+        return combine(
+            {
+                "architecture": self.architecture.model_dump_json(),
+                "d2t": self.d2t_sha256,
+                "weights": self.weights_sha256,
+            }
+        )
+
 
 class _Kind(BaseModel):
     model_type: str
@@ -98,14 +109,7 @@ class Student:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over weights, ids and architecture: whatever makes a draft another one."""
-        return combine(
-            {
-                "architecture": self.header.architecture.model_dump_json(),
-                "d2t": self.header.d2t_sha256,
-                "weights": self.header.weights_sha256,
-            }
-        )
+        return self.header.fingerprint
 
 
 def student_drafter(model: Qwen35, student: Student) -> RecursiveDrafter:
@@ -151,7 +155,7 @@ def load_student(directory: Path, model: Qwen35, weights: str, tokenizer: str) -
 
     Raises BackendError in one line for whatever is not exactly as its header says, and for a header of another model.
     """
-    header = _read_header(directory)
+    header = read_header(directory)
     name = check_name(directory.resolve().name if header.name is None else header.name)
     _check_target(directory, header, model, weights, tokenizer)
     tensors = _read_tensors(directory / WEIGHTS)
@@ -206,7 +210,8 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         os.close(folder)
 
 
-def _read_header(directory: Path) -> StudentHeader:
+def read_header(directory: Path) -> StudentHeader:
+    """What a checkpoint says of itself, its tensors unread. Raises BackendError in one line."""
     path = directory / HEADER
     try:
         if not path.is_file():  # a pipe would be waited for

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from backend.drafters.student import StudentHeader, Target
 from backend.interface import ChatEvent, ChatRequest, InvalidRequest, StepTimes
+from backend.models.student import StudentConfig
 from capture.export import split_of
 from capture.records import Generation
 from tests.capture_rows import generation, write
@@ -29,6 +32,24 @@ from training.live_drafters import Steps
 from training.promote import PromoteOptions, promote
 
 CANDIDATE = "student-01234567"
+HEADER = StudentHeader(
+    name="student",
+    architecture=StudentConfig(
+        hidden_size=8,
+        d_inner=4,
+        intermediate_size=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+        rotary_dim=2,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        hot_rows=4,
+    ),
+    d2t_sha256="0" * 64,
+    weights_sha256="0123456789" * 6 + "abcd",
+    target=Target(weights="any", tokenizer="any", chat_template="any"),
+)
 INCUMBENT_SECONDS = 0.02
 
 
@@ -39,6 +60,7 @@ class Timed(FakeBackend):
     seconds: dict[str, float] = field(default_factory=dict)
     refuses: str | None = None
     lies: bool = False  # the candidate changes the answers
+    reads: str = HEADER.fingerprint  # what its paths lead to
 
     async def load_drafter(self, path: str, name: str | None, min_acceptance: float) -> Any:
         if self.refuses:
@@ -51,10 +73,16 @@ class Timed(FakeBackend):
         )
 
     def promote(self, drafter: str, canary: float | None = None) -> None:
-        """Lets go of loaded ones that have no part any more, as the engine does."""
+        """Lets go of loaded ones that have no part any more after a promotion, as the engine does."""
+        before = self.default.name
         super().promote(drafter, canary)
         states = self._states()
-        self.drafters = tuple(name for name in self.drafters if name == "mtp" or states[name] != "loaded")
+        if self.default.name != before:
+            self.drafters = tuple(name for name in self.drafters if name == "mtp" or states[name] != "loaded")
+
+    def _entry(self, drafter: str) -> dict[str, Any]:
+        entry = super()._entry(drafter)
+        return entry | ({"fingerprint": self.reads} if drafter == CANDIDATE else {})
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[ChatEvent]:
         import asyncio
@@ -97,7 +125,7 @@ def asked(tmp_path: Path) -> Path:
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "student"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"name": "student", "weights_sha256": "0123456789" * 6 + "abcd"}))
+    (folder / "config.json").write_text(HEADER.model_dump_json())
     return folder
 
 
@@ -126,7 +154,7 @@ def drafters(server: AppServer) -> tuple[str, str | None, set[str]]:
 
 def test_a_faster_drafter_is_made_the_default(server: AppServer, checkpoint: Path, asked: Path) -> None:
     costs(server, 0.0)
-    verdict = promote(options(server, checkpoint, asked))
+    verdict = promote(options(server, checkpoint, asked, pairs=3))
     assert verdict.promoted, verdict.reason
     assert drafters(server) == (CANDIDATE, "mtp", {"mtp", CANDIDATE, "none"})
     assert verdict.requests == 8
@@ -185,7 +213,7 @@ def test_what_a_killed_promotion_left_active_is_judged_again(
     costs(server, seconds)
     server.http.post("/v1/drafters", json={"path": str(checkpoint), "name": CANDIDATE}).raise_for_status()
     server.http.put("/v1/drafters/active", json={"drafter": CANDIDATE}).raise_for_status()
-    verdict = promote(options(server, checkpoint, asked))
+    verdict = promote(options(server, checkpoint, asked, pairs=3 if seconds == 0.0 else 2))
     assert verdict.promoted == (seconds == 0.0)
     assert verdict.incumbent == "mtp"
     assert drafters(server)[0] == (CANDIDATE if verdict.promoted else "mtp")
@@ -198,6 +226,48 @@ def test_what_the_server_refuses_is_not_promoted(server: AppServer, checkpoint: 
     assert not verdict.promoted
     assert verdict.reason.startswith("the server refuses it: the student was made for another model")
     assert drafters(server)[0] == "mtp"
+
+
+@pytest.mark.parametrize("seconds", [0.0, INCUMBENT_SECONDS], ids=["faster", "same"])
+def test_whatever_else_is_loaded_stays_unless_it_is_promoted(
+    server: AppServer, checkpoint: Path, asked: Path, seconds: float
+) -> None:
+    """The way back from the incumbent too."""
+    costs(server, seconds)
+    for name in ("earlier", "incumbent"):
+        server.http.post("/v1/drafters", json={"path": name}).raise_for_status()
+        server.http.put("/v1/drafters/active", json={"drafter": name}).raise_for_status()
+    server.http.post("/v1/drafters", json={"path": "idle"}).raise_for_status()
+    assert isinstance(server.backend, Timed)
+    server.backend.seconds["incumbent"] = INCUMBENT_SECONDS
+    before = server.http.get("/v1/drafters").json()
+    assert before["previous"] == "earlier"
+    verdict = promote(options(server, checkpoint, asked, pairs=3 if seconds == 0.0 else 2))
+    if seconds == 0.0:
+        assert verdict.promoted, verdict.reason
+        assert drafters(server) == (CANDIDATE, "incumbent", {"mtp", CANDIDATE, "incumbent", "none"})
+    else:
+        assert drafters(server) == ("incumbent", "earlier", {"mtp", "earlier", "incumbent", "idle", "none"})
+        assert server.http.get("/v1/drafters").json()["history"] == before["history"]
+
+
+@pytest.mark.parametrize("name", ["mtp", "none", "other"])
+def test_another_drafter_of_that_name_is_not_judged_in_its_place(
+    server: AppServer, checkpoint: Path, asked: Path, name: str
+) -> None:
+    server.http.post("/v1/drafters", json={"path": "other"}).raise_for_status()
+    with pytest.raises(TrainingError, match=f"the server has another drafter {name} than"):
+        promote(options(server, checkpoint, asked, name=name))
+    assert drafters(server) == ("mtp", None, {"mtp", "other", "none"})
+
+
+def test_what_the_server_reads_must_be_what_is_to_be_promoted(server: AppServer, checkpoint: Path, asked: Path) -> None:
+    assert isinstance(server.backend, Timed)
+    server.backend.reads = "f" * 64
+    verdict = promote(options(server, checkpoint, asked, server_path="elsewhere"))
+    assert not verdict.promoted
+    assert "another checkpoint" in verdict.reason
+    assert drafters(server) == ("mtp", None, {"mtp", "none"})
 
 
 def test_a_drafter_that_changes_an_answer_is_taken_back(server: AppServer, checkpoint: Path, asked: Path) -> None:
@@ -253,7 +323,7 @@ def test_a_server_without_drafter_can_be_given_one(tmp_path: Path, checkpoint: P
     """Its steps without drafts are an incumbent like others."""
     backend = Timed(drafters=("none",), seconds={"none": INCUMBENT_SECONDS, CANDIDATE: 0.0})
     with running_app(backend=backend, capture=tmp_path / "server.db") as server:
-        verdict = promote(options(server, checkpoint, asked))
+        verdict = promote(options(server, checkpoint, asked, pairs=3))
         assert verdict.promoted, verdict.reason
         assert (verdict.incumbent, drafters(server)[:2]) == ("none", (CANDIDATE, "none"))
 
@@ -294,6 +364,14 @@ def test_pairs_that_disagree_leave_doubt() -> None:
     blocks = [Block(ours, 100.0, {}, {}) for ours in (90.0, 130.0, 95.0, 120.0)]
     found = gate.throughput(blocks, seed=0)
     assert found.low < 1 < found.value < found.high
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 6, 12])
+def test_of_equally_fast_drafters_one_in_forty_seems_surely_faster(pairs: int) -> None:
+    rng = np.random.default_rng(pairs)
+    trials = [[Block(ratio, 1.0, {}, {}) for ratio in np.exp(rng.normal(0, 0.05, pairs))] for _ in range(400)]
+    faster = sum(gate.throughput(blocks, seed).low > 1 for seed, blocks in enumerate(trials))
+    assert 1 <= faster <= 22  # of a binomial with n = 400, p = 0.025: all but one in a few thousand
 
 
 def test_without_steps_there_is_no_ratio() -> None:
