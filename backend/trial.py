@@ -93,6 +93,16 @@ class Examination:
 
     def of(self, directory: Path, name: str | None) -> Candidate:
         """Raises InvalidRequest for what is wrong with the candidate, BackendUnavailable where it is not `going_on`."""
+        try:
+            return self._examined(directory, name)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise InvalidRequest(
+                f"Memory ran out while {directory.name} was tried: a smaller --kv-memory would leave more.",
+                param="path",
+                code="not_enough_memory",
+            ) from error
+
+    def _examined(self, directory: Path, name: str | None) -> Candidate:
         loaded = self.loaded
         torch.set_num_threads(int(str(loaded.build["threads"])))  # rows agree by the engine's thread count
         try:
@@ -189,18 +199,14 @@ def _room(memory: Memory, student: Student) -> KeyValuePages | None:
         return None
     block: StudentBlock = student.block
     needed, free = memory.block_bytes(block.kv_heads, block.head_dim), free_bytes(block.d2t.device)
-    short = InvalidRequest(
-        f"{student.name} needs {needed / GIB:.3f} GiB for its keys and values, {free / GIB:.3f} GiB are free: "
-        "a smaller --kv-memory would leave more.",
-        param="path",
-        code="not_enough_memory",
-    )
     if needed > free:
-        raise short
-    try:
-        return memory.new_block(block.kv_heads, block.head_dim)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise short from error
+        raise InvalidRequest(
+            f"{student.name} needs {needed / GIB:.3f} GiB for its keys and values, {free / GIB:.3f} GiB are free: "
+            "a smaller --kv-memory would leave more.",
+            param="path",
+            code="not_enough_memory",
+        )
+    return memory.new_block(block.kv_heads, block.head_dim)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backend import trial
 from backend.default_drafter import place
@@ -209,6 +210,19 @@ def test_no_room_for_its_keys_is_one_clear_error(backend, run, monkeypatch):
     monkeypatch.setattr(trial, "free_bytes", lambda device: 1000)
     with pytest.raises(InvalidRequest, match=r"whole needs 0\.\d+ GiB for its keys and values, 0\.000 GiB are free"):
         run(load(backend, "whole"))
+    assert pools(backend) == 1
+
+
+@pytest.mark.parametrize("at", ["load_student", "_room", "settle", "_prompts"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_memory_that_ends_while_it_is_loaded_or_tried_is_one_clear_error(backend, run, monkeypatch, at, error):
+    def none_left(*given: Any) -> Any:
+        raise error("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(trial, at, none_left)
+    with pytest.raises(InvalidRequest, match=r"^Memory ran out while whole was tried: [^\n]*$") as raised:
+        run(load(backend, "whole"))
+    assert (raised.value.param, raised.value.code) == ("path", "not_enough_memory")
     assert pools(backend) == 1
 
 
