@@ -69,7 +69,7 @@ def plan_loop(options: LoopOptions, ledger: Ledger) -> LoopPlan:
     settled = DistillOptions(
         data=options.workdir,
         hot_vocab=options.workdir,
-        preset=options.preset,
+        preset=options.chosen_preset,
         widths=options.widths,
         steps=options.steps,
         ce_steps=options.ce_steps,

@@ -39,9 +39,11 @@ class NotEnoughError(TrainingError):
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """`model`: the checkpoint that the server serves. `hot_rows`: the student's ids; a quarter of the vocabulary at
-    most, unless given. `fewest_requests`: held-out documents and requests below which nothing is decided, and so
-    nothing trained. What is None is left to the stage that it belongs to."""
+    """`model`: the checkpoint that the server serves. `hot_rows`: the student's ids; half of the vocabulary at most,
+    unless given. `preset`: sv for as many ids as a large vocabulary gives; for fewer sv-slim, whose rows are half as
+    long, because a list too short costs more than a narrow head. `fewest_requests`: held-out documents and requests
+    below which nothing is decided, and so nothing trained. What is None is left to the stage that it belongs to.
+    """
 
     server: str
     workdir: Path
@@ -50,7 +52,7 @@ class LoopOptions:
     api_key: str | None = field(default=None, metadata={"secret": True})
     admin_key: str | None = field(default=None, metadata={"secret": True})
     hot_rows: int | None = None
-    preset: str = "sv"
+    preset: str | None = None
     widths: Mapping[str, Any] = field(default_factory=dict)
     steps: int | None = None
     ce_steps: int | None = None
@@ -86,7 +88,11 @@ class LoopOptions:
     @property
     def rows(self) -> int:
         """Of the student's head."""
-        return self.hot_rows or min(MOST_HOT_ROWS, self.config.vocab_size // 4)
+        return self.hot_rows or min(MOST_HOT_ROWS, self.config.vocab_size // 2)
+
+    @property
+    def chosen_preset(self) -> str:
+        return self.preset or ("sv" if self.rows >= MOST_HOT_ROWS else "sv-slim")
 
 
 @dataclass(frozen=True)
@@ -240,7 +246,7 @@ class Stages:
             "hot_vocab": dict(hot.outputs),
             "model": self._version.weights,
             **chosen,
-            "preset": options.preset,
+            "preset": options.chosen_preset,
             "widths": dict(options.widths),
             "slots": options.slots,
             "name": options.name,
@@ -259,7 +265,7 @@ class Stages:
                 hot_vocab=hot.folder / "hot_vocab.safetensors",
                 out=folder / "student",
                 model=options.model,
-                preset=options.preset,
+                preset=options.chosen_preset,
                 widths=options.widths,
                 slots=options.slots,
                 seed=options.seed,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from training.commands.promote import AdminKey, ApiKey, CaptureFile, MinGain, ServerUrl
 from training.commands.terminal import LedgerPath, Model, progress, terminable
+from training.commands.widths import Widths, widths_of
 
 if TYPE_CHECKING:
     from training.loop_plan import LoopPlan
@@ -27,9 +28,10 @@ def loop(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
     hot_rows: Annotated[
-        int | None, typer.Option(min=1, help="Ids the student drafts; 32768, or a quarter of a small vocabulary.")
+        int | None, typer.Option(min=1, help="Ids the student drafts; 32768, or half of a small vocabulary.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="sv or sv-slim.")] = "sv",
+    preset: Annotated[str | None, typer.Option(help="sv or sv-slim; by how many ids it drafts.")] = None,
+    width: Widths = None,
     steps: Annotated[int | None, typer.Option(min=0, help="Of distillation; by the model's size.")] = None,
     ce_steps: Annotated[int | None, typer.Option(min=0, help="Of reinforcement after it.")] = None,
     alpha: Annotated[
@@ -78,6 +80,7 @@ def loop(
         admin_key=admin_key,
         hot_rows=hot_rows,
         preset=preset,
+        widths=widths_of(width),
         steps=steps,
         ce_steps=ce_steps,
         alpha=alpha,
