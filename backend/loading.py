@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ class Loaded:
 
 def load(options: LocalOptions) -> Loaded:
     """Weights, tokenizer, probe, memory and drafters, on the calling thread. Raises BackendError in one line."""
-    device = _device(options.device)
+    device = device_of(options.device)
     dtype = _dtype(options.dtype)
     directory = resolve_model(options.model)
     torch.set_num_threads(options.threads or _default_threads(ModelConfig.from_directory(directory)))
@@ -210,15 +211,18 @@ def _default_threads(config: ModelConfig) -> int:
     return 1 if config.hidden_size < _WORTH_SHARING else torch.get_num_threads()
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N. Raises BackendError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", name):
+        raise BackendError(f"unknown device {name!r}: expected auto, cpu, cuda or cuda:N")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise BackendError(f"device {name!r} asked for, but torch sees no CUDA device")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise BackendError(f"unknown device {name!r}: expected auto, cpu or cuda") from None
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= (seen := torch.cuda.device_count()):
+        raise BackendError(f"device {name!r} asked for, but torch sees {seen}, counted from 0")
+    return device
 
 
 def _dtype(name: str) -> torch.dtype:

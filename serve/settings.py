@@ -33,7 +33,7 @@ def _drafter(name: str) -> str:
             return name
         case ("hot_vocab" | "student", _, path) if path:
             return name
-        case (kind, _, _) if name and kind not in _KINDS and ("/" in name or Path(name).is_dir()):
+        case (kind, colon, _) if name and not (colon and kind in _KINDS) and ("/" in name or Path(name).is_dir()):
             return f"student:{name}"
     raise PydanticCustomError("drafter", "expected mtp, none, prediction, hot_vocab:FILE or a student's directory")
 

@@ -102,12 +102,26 @@ def test_the_table_tells_every_slot_and_what_differs(data: Path, students: list[
     [
         (("prediction",), "no weights to judge"),
         (("nowhere",), "no drafter 'nowhere'"),
+        (("student",), "no drafter 'student'"),
+        (("student:",), "no drafter 'student:'"),
+        (("hot_vocab:",), "no drafter 'hot_vocab:'"),
+        (("mtp:file",), "no drafter 'mtp:file'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(data: Path, arguments: tuple[str, ...], said: str) -> None:
     with told(*arguments, "--data", data) as (code, out, err):
         assert (code, out) == (2, "")
     assert said in err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["student", "mtp.1", "hot_vocab"])
+def test_a_students_directory_may_have_any_name(
+    name: str, data: Path, students: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).symlink_to(students[0])
+    monkeypatch.chdir(tmp_path)
+    with told(name, "--data", data, "--ledger", tmp_path / "ledger.jsonl") as (code, _out, err):
+        assert (code, err.count("error")) == (0, 0)
 
 
 def test_a_folder_that_is_no_extraction_is_refused_in_one_line(tmp_path: Path) -> None:

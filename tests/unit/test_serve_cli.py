@@ -230,7 +230,9 @@ def test_further_drafters_are_split_at_commas(parse):
 
 def test_a_directory_is_a_students(parse, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
+    for name in ("here", "student"):  # the latter is what `training distill` makes unless told otherwise
+        (tmp_path / name).mkdir()
+    assert parse("--drafter", "student").drafter == "student:student"
     settings = parse("--drafter", "here", "--further-drafters", "students/a:b,student:elsewhere,~/c,mtp")
     assert settings.drafter == "student:here"
     assert settings.further_drafters == ("student:students/a:b", "student:elsewhere", "student:~/c", "mtp")

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backend.loading import device_of
+
 
 @dataclass(frozen=True)
 class World:
@@ -57,13 +59,16 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """The world that torchrun's environment names, or one process alone. `device`: auto, cpu, cuda or cuda:N."""
+    """The world that torchrun's environment names, or one process alone. `device`: auto, cpu, cuda or cuda:N.
+
+    Raises BackendError for a device that is not there.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    at = torch.device(device)
+    at = device_of(device)
     if at.type == "cuda":
         torch.cuda.set_device(at)
     if size > 1:

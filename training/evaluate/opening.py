@@ -47,11 +47,8 @@ class Opened:
 def open_all(model: str, drafters: Sequence[str], device: str, dtype: str, threads: int | None) -> Opened:
     """Raises BackendError where one cannot be loaded, TrainingError where it is none. Of two with one name the later
     has a number."""
-    kinds = [given.partition(":")[0] for given in drafters]
-    for given, kind in zip(drafters, kinds, strict=True):
-        if kind not in ("mtp", "prediction", "hot_vocab", "student") and not Path(given).expanduser().is_dir():
-            raise TrainingError(f"no drafter {given!r}: {KINDS} can be compared")
-    with_mtp = "mtp" in kinds or "hot_vocab" in kinds
+    asked = [(given, *_kind_and_path(given)) for given in drafters]
+    with_mtp = any(kind in ("mtp", "hot_vocab") for _, kind, _ in asked)
     loaded = load(
         LocalOptions(
             model=model,
@@ -66,8 +63,8 @@ def open_all(model: str, drafters: Sequence[str], device: str, dtype: str, threa
     )
     tiles = dict(loaded.probe.tiles)
     contestants: list[Contestant] = []
-    for given in drafters:
-        drafter = _open(given, loaded)
+    for given, kind, path in asked:
+        drafter = _open(kind, path, loaded)
         if isinstance(drafter, RecursiveDrafter):
             with torch.inference_mode():
                 for module in drafter.draft_block.own:
@@ -77,8 +74,19 @@ def open_all(model: str, drafters: Sequence[str], device: str, dtype: str, threa
     return Opened(loaded, tuple(contestants))
 
 
-def _open(given: str, loaded: Loaded) -> Drafter:
+def _kind_and_path(given: str) -> tuple[str, Path]:
+    """As `serve` reads a drafter's name: a kind and, after a colon, where it is; a directory is a student's."""
     kind, _, path = given.partition(":")
+    if given in ("mtp", "prediction"):
+        return given, Path()
+    if kind in ("hot_vocab", "student") and path:
+        return kind, Path(path).expanduser()
+    if given and (directory := Path(given).expanduser()).is_dir():
+        return "student", directory
+    raise TrainingError(f"no drafter {given!r}: {KINDS} can be compared")
+
+
+def _open(kind: str, path: Path, loaded: Loaded) -> Drafter:
     model, tokenizer = loaded.runner.model, loaded.tokenizer.fingerprint
     if kind == "prediction":
         return PredictionDrafter()
@@ -86,6 +94,5 @@ def _open(given: str, loaded: Loaded) -> Drafter:
         block = loaded.drafters["mtp"].fingerprint
         if kind == "mtp":
             return mtp_drafter(model, block)
-        return hot_vocab_drafter(model, block, HotVocab.load(Path(path), tokenizer, loaded.config.vocab_size))
-    directory = Path(path if kind == "student" else given).expanduser()
-    return student_drafter(model, load_student(directory, model, loaded.fingerprints.weights, tokenizer))
+        return hot_vocab_drafter(model, block, HotVocab.load(path, tokenizer, loaded.config.vocab_size))
+    return student_drafter(model, load_student(path, model, loaded.fingerprints.weights, tokenizer))
