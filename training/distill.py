@@ -34,6 +34,7 @@ from training.distillation.log import Log, Walked, line_of
 from training.distillation.native import LearningNative, LearningStudent, save_native
 from training.distillation.options import DistillOptions
 from training.distillation.plan import Plan, plan_of
+from training.distillation.schedule import Moment
 from training.distillation.state import State
 from training.distillation.step import Counted, Lesson, Objective
 from training.distillation.teacher import Teacher
@@ -44,6 +45,7 @@ from training.forced import read_forced, read_manifest
 from training.ledger import identity
 from training.repetition import loops
 from training.student import initialise
+from training.target_files import MANIFEST, StoredTargets, targets_of
 
 __all__ = ["DistillOptions", "Plan", "distill", "plan"]
 
@@ -110,7 +112,9 @@ class _Run:
             "weights": loaded.weights,
             "block": loaded.drafter,
             "d2t": None if ids is None else hash_ids(ids),
+            "targets": identity(options.data / MANIFEST) if options.targets else None,
         }
+        self._targets = self._precomputed() if options.targets else None
         everything = torch.arange(len(self._model.lm_head.weight)) if ids is None else ids.long()
         self._teacher = Teacher(self._model, everything.to(world.device))
         self.plan = plan_of(
@@ -144,6 +148,17 @@ class _Run:
             else:
                 split[forced.document.held_out].append(forced)
         return *split, left_out
+
+    def _precomputed(self) -> list[StoredTargets]:
+        """The native head's chain of each document to learn from."""
+        known = self._identity
+        theirs = {
+            "weights": known["weights"],
+            "tokenizer": self._target.tokenizer,
+            "drafter": known["block"],
+            "d2t_sha256": known["d2t"],
+        }
+        return targets_of(self._options.data, self._train, theirs, self._options.slots)
 
     def _new_block(self, tokenizer: ChatTokenizer) -> tuple[LearningStudent | LearningNative, Tensor | None]:
         """The block with its first weights, and its ids."""
@@ -192,7 +207,7 @@ class _Run:
             self._judge(named, log)
         while state.step < schedule.total:
             moment = schedule.at(state.step)
-            batch = self._collated(next(batches), state.step)
+            batch = self._collated(next(batches), state.step, moment)
             with self._autocast():
                 counted = lesson.gradients(batch, moment, world)
             for parameter in named.values():
@@ -238,13 +253,14 @@ class _Run:
             self._write(options.out, best, state.best_step if state.best is not None else state.step, evaluation)
         self._world.wait()
 
-    def _collated(self, batch: Sequence[int], step: int) -> Batch | None:
+    def _collated(self, batch: Sequence[int], step: int, moment: Moment) -> Batch | None:
         """This process's share of a batch, with its noise."""
         places = self._world.share(range(len(batch)))
         if not places:
             return None
         chosen: list[Window] = [self._windows[batch[place]] for place in places]
-        made = collate(chosen, self._train, self._world.device, self._dtype)
+        targets = self._targets if moment.mixed else None
+        made = collate(chosen, self._train, self._world.device, self._dtype, targets)
         if self._options.noise:
             for row, place in enumerate(places):
                 told = hashlib.sha256(f"{self._options.seed} {step} {place}".encode()).digest()

@@ -25,6 +25,20 @@ def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
     return -(teacher * logits.log_softmax(-1)).sum(-1)
 
 
+def bucketed_cross_entropy(logits: Tensor, teacher: Tensor, rows: Tensor, tail: Tensor) -> Tensor:
+    """-Σ_x t(x) log q(x) over k rows of the head, and of all others together -t(tail) log q(tail): → [n].
+
+    logits float32 [n, S]; teacher float32 [n, k] and rows int64 [n, k]: the teacher's likeliest, and where in the head
+    they stand; tail float32 [n]: what it leaves to the others. q is the softmax over all S.
+    """
+    all_of_it = logits.logsumexp(-1, keepdim=True)
+    told = -(teacher * (logits.gather(-1, rows) - all_of_it)).sum(-1)
+    if rows.shape[-1] == logits.shape[-1]:
+        return told
+    others = logits.scatter(-1, rows, float("-inf")).logsumexp(-1)
+    return told - tail * (others - all_of_it[:, 0])
+
+
 def hard_cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
     """-log q(row): logits float32 [n, S], rows int64 [n] of the head → [n], 0 where it has no such row (-1)."""
     return F.cross_entropy(logits, rows, reduction="none", ignore_index=-1)

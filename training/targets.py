@@ -6,14 +6,11 @@ likeliest ids or of all. Drafted along the document's own tokens (`training.recu
 
 from __future__ import annotations
 
-import json
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +28,10 @@ from training.force import Report
 from training.forced import SHARD_BYTES, digest, read_manifest, read_shard
 from training.recursion import recursive_outputs
 from training.shards import Shards, must_fit, told
+from training.target_files import FORMAT, FORMAT_VERSION, MANIFEST, Targets, read_targets, sources, write_targets
 
-FORMAT, FORMAT_VERSION = "draftloop-targets", 1
-MANIFEST = "targets.json"
+__all__ = ["Targets", "TargetsOptions", "chain_targets", "make_targets", "read_targets", "write_targets"]
+
 _ROWS = 256  # of logits at once
 _MOST_IDS = 2**16  # in a hot vocabulary whose places are uint16
 _DOCUMENT_BYTES, _ARCHIVE_BYTES = 8 + 36 * 4 + 1, 16_384
@@ -53,22 +51,6 @@ class TargetsOptions:
     shard_bytes: int = SHARD_BYTES
     device: str = "auto"
     threads: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """One document's: row a is of base position N + a, for the A = T - 1 - N base rows of the answer.
-
-    Slot j's distribution is of x_{N+a+1+j}; slots past the document hold NaN. k is `top`, or S.
-    """
-
-    id: str
-    held_out: bool
-    logprobs: Tensor  # float32 [A, slots, k], over S: logits less log_z_hot, in float16's precision
-    indices: Tensor | None  # int64 [A, slots, k], places in S, likeliest first; None: all of S in order
-    log_z_hot: Tensor  # float32 [A, slots], log of the sum of exp(logits) over S
-    log_z: Tensor  # float32 [A, slots], the same over the whole vocabulary
-    tail: Tensor  # float32 [A, slots], the probability within S that is not among the k
 
 
 def make_targets(options: TargetsOptions, report: Report = lambda doing, done, total: None) -> Path:
@@ -153,67 +135,6 @@ def chain_targets(runner: Runner, forced: Forced, ids: Tensor, options: TargetsO
     )
 
 
-def read_targets(folder: Path, held_out: bool | None = None) -> Iterator[Targets]:
-    """Targets of the documents of an extraction, in `read_forced`'s order, a file in memory at a time.
-
-    Raises TrainingError where they are not complete, or not of the extraction's shards.
-    """
-    extraction, path = read_manifest(folder), folder / MANIFEST
-    try:
-        manifest: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if (manifest["format"], manifest["format_version"]) != (FORMAT, FORMAT_VERSION):
-            raise TrainingError(f"{path} is not of format {FORMAT} {FORMAT_VERSION}")
-        if manifest["sources"] != _sources(extraction):
-            raise TrainingError(f"{path} is of other shards than are in {folder}: make the targets anew")
-        for entry in manifest["shards"]:
-            file = folder / entry["file"]
-            if digest(file) != entry["sha256"]:
-                raise TrainingError(f"{file} is not the file that {path} names: make the targets anew")
-            for targets in _read(file):
-                if held_out is None or targets.held_out == held_out:
-                    yield targets
-    except FileNotFoundError as error:
-        raise TrainingError(f"{folder} has no complete targets: `training targets` makes them") from error
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise TrainingError(f"cannot read the targets in {folder}: {reason(error)}") from error
-
-
-def write_targets(file: IO[bytes], made: Sequence[Targets], meta: Mapping[str, Any]) -> None:
-    """One file of targets of the same k."""
-    arrays = {
-        "doc_ids": np.array([one.id for one in made], dtype="<U36"),
-        "split": np.array([one.held_out for one in made], dtype=np.uint8),
-        "anchor_offsets": np.cumsum([0, *(len(one.log_z) for one in made)], dtype="<i8"),
-        "logprobs": torch.cat([one.logprobs for one in made]).numpy().astype("<f2"),
-        "log_z_hot": torch.cat([one.log_z_hot for one in made]).numpy().astype("<f4"),
-        "log_z": torch.cat([one.log_z for one in made]).numpy().astype("<f4"),
-        "tail": torch.cat([one.tail for one in made]).numpy().astype("<f4"),
-        "meta": np.array(json.dumps(meta)),
-    }
-    if indices := [one.indices for one in made if one.indices is not None]:
-        arrays["indices"] = torch.cat(indices).numpy().astype("<u2")
-    np.savez(file, allow_pickle=False, **arrays)
-
-
-def _read(path: Path) -> Iterator[Targets]:
-    with np.load(path, allow_pickle=False) as archive:
-        arrays = dict(archive)
-    logprobs = torch.from_numpy(arrays["logprobs"]).float()
-    indices = torch.from_numpy(arrays["indices"].astype(np.int64)) if "indices" in arrays else None
-    log_z_hot, log_z, tail = (torch.from_numpy(arrays[name]) for name in ("log_z_hot", "log_z", "tail"))
-    for i, name in enumerate(arrays["doc_ids"].tolist()):
-        span = slice(arrays["anchor_offsets"][i], arrays["anchor_offsets"][i + 1])
-        yield Targets(
-            id=name,
-            held_out=bool(arrays["split"][i]),
-            logprobs=logprobs[span],
-            indices=None if indices is None else indices[span],
-            log_z_hot=log_z_hot[span],
-            log_z=log_z[span],
-            tail=tail[span],
-        )
-
-
 def _put_down(path: Path, made: Sequence[Targets], identity: Mapping[str, Any]) -> dict[str, Any]:
     put_down(path, lambda file: write_targets(file, made, identity))
     return {
@@ -284,9 +205,5 @@ def _identity(options: TargetsOptions, extraction: Mapping[str, Any], loaded: Lo
         "top": options.top,
         "window": options.window,
         "shard_bytes": options.shard_bytes,
-        "sources": _sources(extraction),
+        "sources": sources(extraction),
     }
-
-
-def _sources(extraction: Mapping[str, Any]) -> list[str]:
-    return [entry["sha256"] for entry in extraction["shards"]]

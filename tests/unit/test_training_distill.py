@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,11 @@ from torch import Tensor
 from backend.drafters.student import load_student, student_drafter
 from backend.models.draft_block import NativeBlock
 from backend.models.forms import CausalForm
+from backend.models.qwen3_5 import Qwen35
 from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
 from tests.checkpoints import BUNDLED
-from tests.forced_answers import answers, write_answers, write_hot
+from tests.forced_answers import SMALL, answers, lesson_of, write_answers, write_hot
 from training.cli import main
 from training.distill import DistillOptions, distill, plan
 from training.distillation.batches import collate, windows
@@ -34,8 +34,6 @@ from training.distillation.world import World
 from training.errors import TrainingError
 from training.evaluate.walk import walk
 from training.repetition import loops
-
-SMALL = {"d_inner": 32, "intermediate_size": 32, "num_attention_heads": 1}
 
 
 class KilledError(Exception):
@@ -186,23 +184,9 @@ def shares(options: DistillOptions, size: int) -> tuple[list[Counted], list[Tens
     return found, [parameter.grad for _, parameter in block.named() if parameter.grad is not None]
 
 
-@cache
-def parts_of(hot: Path) -> tuple[object, ...]:
-    from backend.drafters.hot_vocab import HotVocab
-    from backend.models.student import StudentBlock, StudentConfig
-    from training.student import initialise
-
-    loaded = load_model(BUNDLED, torch.device("cpu"), torch.float32, with_mtp=True)
-    ids = HotVocab.load(hot, ChatTokenizer.load(BUNDLED).fingerprint, loaded.config.vocab_size).d2t
-    config = StudentConfig.preset("sv", loaded.config, len(ids)).model_copy(update=SMALL)
-    student = StudentBlock(config, loaded.config, ids)
-    initialise(student, loaded.model)
-    return loaded.model, LearningStudent(student), Teacher(loaded.model, ids.long())
-
-
-def lesson_parts(options: DistillOptions) -> tuple:  # type: ignore[type-arg]
+def lesson_parts(options: DistillOptions) -> tuple[Qwen35, LearningStudent, Teacher]:
     assert options.hot_vocab is not None
-    return parts_of(options.hot_vocab)
+    return lesson_of(options.hot_vocab)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from training.losses import acceptance_loss, hard_cross_entropy, head_loss, soft_cross_entropy
+from training.losses import (
+    acceptance_loss,
+    bucketed_cross_entropy,
+    hard_cross_entropy,
+    head_loss,
+    soft_cross_entropy,
+)
 
 TOP = 4
 
@@ -79,6 +85,29 @@ def test_a_row_weighs_what_the_teacher_puts_on_the_hot_vocabulary() -> None:
     whole = soft_cross_entropy(logits, shares)
     torch.testing.assert_close(soft_cross_entropy(logits, shares * mass[:, None]), whole * mass)
     torch.testing.assert_close(whole, F.cross_entropy(logits, shares, reduction="none"))
+
+
+def test_a_teachers_best_and_one_bucket_for_the_rest_still_push_down_what_is_outside() -> None:
+    generator = torch.Generator().manual_seed(4)
+    teacher = torch.randn(3, 32, generator=generator).mul(2).softmax(-1)
+    best = teacher.topk(TOP, dim=-1)
+    tail = 1 - best.values.sum(-1)
+    logits = torch.randn(3, 32, generator=generator)
+    logits[:, int(teacher[0].argmin())] = 12.0
+    logits.requires_grad_()
+    loss = bucketed_cross_entropy(logits, best.values, best.indices, tail)
+    for row in range(3):  # a coarser pair of distributions: TOP ids, and all the others as one
+        inside = best.indices[row].tolist()
+        q = logits[row].softmax(-1)
+        merged = torch.stack([*(q[i] for i in inside), sum(q[i] for i in range(32) if i not in inside)])  # type: ignore[list-item]
+        expected = -(torch.cat((best.values[row], tail[row, None])) * merged.log()).sum()
+        torch.testing.assert_close(loss[row], expected, rtol=1e-4, atol=1e-5)
+    assert bool((loss <= soft_cross_entropy(logits, teacher)).all())
+    (gradient,) = torch.autograd.grad(loss[0], logits)
+    assert float(gradient[0].max()) == float(gradient[0, int(teacher[0].argmin())]) > 0.5
+    everything = teacher.topk(32, dim=-1)
+    whole = bucketed_cross_entropy(logits, everything.values, everything.indices, torch.full((3,), 1e-7))
+    torch.testing.assert_close(whole, soft_cross_entropy(logits, teacher))
 
 
 def test_tokens_outside_the_hot_vocabulary_cost_nothing_in_hard_cross_entropy() -> None:

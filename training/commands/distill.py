@@ -76,6 +76,9 @@ def distill(
     alpha_start: Annotated[
         float | None, typer.Option(min=0, max=1, help="At the first step, going straight to --alpha. Default: it.")
     ] = None,
+    targets: Annotated[
+        bool, typer.Option("--targets", help="The native head's share from what `training targets` made in FORCED.")
+    ] = False,
     reinforce: Annotated[Reinforce, typer.Option(help="ce: the document's tokens; acceptance: Σ min(p, q).")] = (
         Reinforce.ce
     ),
@@ -131,6 +134,7 @@ def distill(
         discount=discount,
         alpha=alpha,
         alpha_start=alpha_start,
+        targets=targets,
         reinforce=reinforce.value,
         visited=visited,
         noise=noise,
@@ -152,7 +156,7 @@ def distill(
     if int(os.environ.get("RANK", "0")):
         run(options)
         return
-    inputs = [data] if hot_vocab is None else [data, hot_vocab]
+    inputs = [data, *([] if hot_vocab is None else [hot_vocab]), *([data / "targets.json"] if targets else [])]
     with Ledger.beside(out, ledger).run("distill", options, inputs) as entry, progress() as bar:
         task = bar.add_task("loading", total=None)
         run(options, lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data import Forced
+from training.target_files import Chain, StoredTargets
 
 _LOOK_BACK = 4  # a window's first 1/4 is context of its anchors
 _POOL = 16  # batches' worth of windows sorted by length at a time
@@ -44,6 +45,7 @@ class Batch:
     log_z: Tensor | None  # float32 [B, L]: of the trunk's logits at each position
     anchors: Tensor  # bool [B, L - 1]
     lengths: Tensor  # int64 [B]
+    chain: Chain | None = None  # precomputed, of the anchors row by row
 
     def supervised(self, slot: int) -> Tensor:
         """bool [B, L - 1]: the anchors whose slot predicts a token that the window holds."""
@@ -101,8 +103,17 @@ def stream(lengths: Sequence[int], tokens: int, seed: int, skip: int) -> Iterato
         number += 1
 
 
-def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Cut the windows out of their documents. The scalars are taken where every document has them."""
+def collate(
+    chosen: Sequence[Window],
+    documents: Sequence[Forced],
+    device: torch.device,
+    dtype: torch.dtype,
+    targets: Sequence[StoredTargets] | None = None,
+) -> Batch:
+    """Cut the windows out of their documents. The scalars are taken where every document has them.
+
+    `targets`: those of each document, where the batch is to have its chain.
+    """
     width = max(window.length for window in chosen)
     parts = [documents[window.document] for window in chosen]
     states = [part.hidden[window.start : window.stop] for window, part in zip(chosen, parts, strict=True)]
@@ -118,10 +129,15 @@ def collate(chosen: Sequence[Window], documents: Sequence[Forced], device: torch
         anchors[row, window.first - window.start - 1 : window.last - window.start - 1] = True
         if log_z is not None and part.scalars is not None:
             log_z[row, :length] = part.scalars.log_z[span]
+    cut = [(window, documents[window.document].document.prompt_length) for window in chosen]
+    chain = targets and Chain.joined(
+        [targets[window.document].rows(window.first - prompt, window.last - prompt) for window, prompt in cut]
+    )
     return Batch(
         tokens.to(device),
         hidden.to(device, dtype),
         None if log_z is None else log_z.to(device),
         anchors.to(device),
         torch.tensor([window.length for window in chosen], device=device),
+        chain.to(device) if chain else None,
     )

@@ -16,7 +16,7 @@ from training.student import How
 
 _SMALL = 512  # hidden size below which a model is trained on a CPU in minutes
 # What changes where a run's files are, how often, and on what it is run, but not what is computed.
-_NOT_IDENTITY = ("data", "model", "hot_vocab", "out", "resume", "device", "save_every", "log_every", "name")
+_NOT_IDENTITY = ("data", "model", "hot_vocab", "out", "resume", "device", "save_every", "log_every", "name", "targets")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class DistillOptions:
     discount: float = 0.8  # weight of slot j: discount^j
     alpha: float = 1.0  # the trunk's share of the teacher, the rest is the native head's chain; at the last step
     alpha_start: float | None = None  # at the first; None: the same
+    targets: bool = False  # that chain as `training targets` left it beside the data, without `noise`
     reinforce: Literal["ce", "acceptance"] = "ce"
     visited: float = 0.0  # by how much slots behind an own miss weigh less
     noise: float = 0.0  # on the hidden states, of their own root mean square
@@ -106,6 +107,10 @@ class DistillOptions:
     def _check(self) -> None:
         if self.target == "student" and self.hot_vocab is None:
             raise TrainingError("a student needs a hot vocabulary: `training hot-vocab` makes one")
+        if self.targets and self.target == "mtp":
+            raise TrainingError("targets are over a hot vocabulary, and the native block learns over all ids")
+        if self.targets and self.alpha == 1 and self.alpha_start in (None, 1):
+            raise TrainingError("targets are the native head's chain, which has no share in the teacher at alpha 1")
         if self.preset not in PRESETS:
             raise TrainingError(f"unknown preset {self.preset!r}: expected {' or '.join(PRESETS)}")
         assert self.steps is not None

@@ -17,6 +17,11 @@ class Moment:
     lr: float
     alpha: float
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the native head's chain has a share in the teacher."""
+        return self.stage == "kd" and self.alpha < 1
+
 
 @dataclass(frozen=True)
 class Schedule:

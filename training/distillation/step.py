@@ -16,8 +16,9 @@ from training.distillation.native import TrainableBlock
 from training.distillation.schedule import Moment
 from training.distillation.teacher import Teacher
 from training.distillation.world import World
-from training.losses import acceptance_loss, hard_cross_entropy, head_loss, soft_cross_entropy
+from training.losses import acceptance_loss, bucketed_cross_entropy, hard_cross_entropy, head_loss, soft_cross_entropy
 from training.recursion import recursive_outputs
+from training.target_files import Chain
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Lesson:
     def _slots(self, batch: Batch, moment: Moment) -> list[tuple[Tensor, Tensor]]:
         """By slot the summed loss and float64 [4]: weight, rows, hits, tokens outside."""
         slots, visited = self._objective.slots, self._objective.visited
-        mixed = moment.stage == "kd" and moment.alpha < 1
-        chain = self._teacher.chain(batch, slots) if mixed else None
+        chain = self._teacher.chain(batch, slots) if moment.mixed and batch.chain is None else None
+        told = batch.chain if moment.mixed else None
         head, found = self._block.head_weight, []
         alive = batch.anchors
         rows = recursive_outputs(self._block, self._model.embed, batch.tokens, batch.hidden, slots)
@@ -104,6 +105,7 @@ class Lesson:
             trunk = batch.ahead(batch.hidden, slot)[valid]
             log_z = None if batch.log_z is None else batch.ahead(batch.log_z, slot)[valid]
             native = None if chain is None else chain[slot][valid]
+            kept = None if told is None else told.at(slot, valid[batch.anchors])
 
             def loss(
                 logits: Tensor,
@@ -113,6 +115,7 @@ class Lesson:
                 trunk: Tensor = trunk,
                 log_z: Tensor | None = log_z,
                 native: Tensor | None = native,
+                kept: Chain | None = kept,
                 hard: bool = hard,
             ) -> tuple[Tensor, Tensor]:
                 hit = logits.detach().argmax(-1) == chosen[at]
@@ -123,16 +126,27 @@ class Lesson:
                         trunk[at],
                         None if log_z is None else log_z[at],
                         None if native is None else native[at],
-                        moment.alpha if moment.stage == "kd" else 1.0,
+                        moment.alpha if chain is not None else 1.0,
                     )
                     function = soft_cross_entropy if moment.stage == "kd" else acceptance_loss
                     each = function(logits, wanted)
+                    if kept is not None:
+                        imitated = wanted.sum(-1) * chain_cross_entropy(logits, kept, at)
+                        each = moment.alpha * each + (1 - moment.alpha) * imitated
                 return (each * weight[at]).sum(), hit
 
             total, hits = head_loss(scored[valid], head, loss, self._objective.chunk)
             reached = torch.zeros_like(valid)
             reached[valid] = hits
             alive = alive & reached
-            told = [weight.sum(), valid.sum(), hits.sum(), (chosen < 0).sum()]
-            found.append((total, torch.stack([one.double() for one in told])))
+            counts = [weight.sum(), valid.sum(), hits.sum(), (chosen < 0).sum()]
+            found.append((total, torch.stack([one.double() for one in counts])))
         return found
+
+
+def chain_cross_entropy(logits: Tensor, chain: Chain, at: slice) -> Tensor:
+    """logits float32 [n, S] against these rows of one slot of a precomputed chain: → [n]."""
+    teacher = chain.logprobs[at].float().exp()
+    if chain.indices is None:
+        return soft_cross_entropy(logits, teacher)
+    return bucketed_cross_entropy(logits, teacher, chain.indices[at], chain.tail[at])
