@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,28 @@ def test_bad_input_is_one_line_and_exit_code_2(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+def test_the_json_is_written_where_it_was_asked_for_or_it_is_said_at_once(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported(tmp_path, answered(opened, "What is a list?"))
+    monkeypatch.setenv("DRAFTLOOP_LEDGER", str(tmp_path / "ledger.jsonl"))
+
+    def told(out: Path) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["training", "evaluate", str(folder), "--all", "--out", str(out)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err
+
+    new = tmp_path / "new" / "folder" / "found.json"
+    assert told(new)[0] == 0
+    assert json.loads(new.read_text())["documents"] == 1
+    code, error = told(tmp_path)
+    assert (code, "is a directory" in error, "walking" in error) == (2, True, False)
+    code, error = told(new / "below")
+    assert (code, error.count("error:")) == (2, 1)
+    assert f"cannot write {new / 'below'}: " in error.replace("\n", "")
 
 
 def test_the_table_tells_every_row(

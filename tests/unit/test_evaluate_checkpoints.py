@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from backend.models.student import StudentBlock, StudentConfig
 from tests.factory import Shape, build
 from training.data import Document, Forced
 from training.errors import TrainingError
+from training.evaluate import checkpoints
 from training.evaluate.checkpoints import Checkpoint, Provenance, provenance
 from training.recursion import recursive_outputs
 
@@ -149,6 +151,26 @@ def test_slots_that_no_document_reaches_are_left_out(model: Qwen35) -> None:
     assert [slot.positions for slot in found.checkpoints[0].slots] == [1]
     assert math.isfinite(found.checkpoints[0].slots[0].teacher_kl.value)
     assert (found.tokens, found.windows, found.documents) == (2, 1, 1)
+
+
+def test_a_slot_is_judged_before_the_teachers_logits_of_the_next_are_made(
+    model: Qwen35, documents: list[Forced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    logits, sums = model.logits, checkpoints._sums
+
+    def taught(hidden: torch.Tensor) -> torch.Tensor:
+        done.append("taught")
+        return logits(hidden)
+
+    def counted(*arguments: Any) -> Any:
+        done.append("judged")
+        return sums(*arguments)
+
+    monkeypatch.setattr(model, "logits", taught)
+    monkeypatch.setattr(checkpoints, "_sums", counted)
+    judged(model, documents[:1], student(model, 1), student(model, 2))
+    assert done == ["taught", "judged", "judged"] * SLOTS
 
 
 def test_the_table_is_plain_json(model: Qwen35, documents: list[Forced]) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import LedgerPath, Model, progress
+from training.commands.terminal import LedgerPath, Model, progress, write_json
 
 if TYPE_CHECKING:
     from training.evaluate.evaluation import Evaluation, Row
@@ -50,7 +50,7 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the intervals' draws and the sampled figures' noise.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the JSON to this file.")] = None,
     ledger: LedgerPath = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; as `serve` chooses unless given.", show_default=False)
@@ -85,11 +85,10 @@ def evaluate(
         )
         entry.figures, entry.fingerprints = found.as_json(), dict(found.fingerprints)
         entry.seeds = {"evaluate": seed}
-    told = json.dumps(found.as_json(), indent=2)
     if out is not None:
-        out.write_text(told + "\n", encoding="utf-8")
+        write_json(out, found.as_json())
     if as_json:
-        typer.echo(told)
+        typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         _print(found)
 

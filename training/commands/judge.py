@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.terminal import LedgerPath, Model, Threads, progress
+from training.commands.terminal import LedgerPath, Model, Threads, progress, write_json
 
 if TYPE_CHECKING:
     from training.pretraining.judge import Judgement
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
 def judge(
     model: Model = "tiny",
     prompts: Annotated[int, typer.Option(min=1, help="How many held-out conversations.")] = 48,
-    out: Annotated[Path | None, typer.Option(help="Also write figures and answers to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Also write figures and answers to this JSON file.")
+    ] = None,
     ledger: LedgerPath = None,
     threads: Threads = 1,
 ) -> None:
@@ -46,7 +47,7 @@ def judge(
         entry.figures = {"judgements": [one.as_json() for one in found]}
     Console().print(_table(found))
     if out is not None:
-        out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n", encoding="utf-8")
+        write_json(out, [one.as_json() for one in found])
 
 
 def _table(found: list[Judgement]) -> Table:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +25,19 @@ LedgerPath = Annotated[
         show_default=False,
     ),
 ]
+
+
+def write_json(path: Path, told: Any) -> None:
+    """Raises TrainingError where it cannot be written."""
+    from capture.export_folder import put_down
+    from training.errors import TrainingError
+
+    text = json.dumps(told, indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put_down(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise TrainingError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -181,10 +181,10 @@ def provenance(
     parts = (part for i, forced in enumerate(documents) for part in _parts(i, forced, window, slots))
     for done, part in enumerate(parts):
         report("checkpoints", done, windows)
-        taught = list(_teacher(model, native, part, vocab))
-        for c, checkpoint in enumerate(checkpoints):
-            for j, rows in enumerate(_outputs(model, checkpoint.block, part)):
-                sums[c, j, part.document] += _sums(checkpoint.block, rows, taught[j], part.gold[j], vocab)
+        outputs = zip(*(_outputs(model, checkpoint.block, part) for checkpoint in checkpoints), strict=True)
+        for j, (taught, drafted) in enumerate(zip(_teacher(model, native, part, vocab), outputs, strict=True)):
+            for c, (checkpoint, rows) in enumerate(zip(checkpoints, drafted, strict=True)):
+                sums[c, j, part.document] += _sums(checkpoint.block, rows, taught, part.gold[j], vocab)
     report("checkpoints", windows, windows)
     reached = int((sums[0, :, :, -1].sum(-1) > 0).sum())  # slots that some anchor has
     judged = _judged(checkpoints, sums[:, :reached], Bootstrap(len(documents), resamples, seed))
