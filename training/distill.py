@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from backend.models.hub import resolve_model
 from backend.models.student import StudentBlock
 from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
-from training.data import Forced
+from capture.export_folder import put_down
+from training.data import Forced, reason
 from training.distillation import state as states
-from training.distillation.batches import Batch, Window, collate, stream, windows
+from training.distillation.batches import Batch, Window, collate, drawn_noise, stream, windows
 from training.distillation.log import Log, Walked, line_of
 from training.distillation.native import LearningNative, LearningStudent, save_native
 from training.distillation.options import DistillOptions
@@ -68,8 +70,11 @@ def distill(options: DistillOptions, report: Report = lambda doing, done, total:
     """
     with join(options.device) as world:
         run = _Run(options, world, report)
-        run.train()
-        run.finish()
+        try:
+            run.train()
+            run.finish()
+        except OSError as error:
+            raise TrainingError(f"cannot write to {options.out}: {reason(error)}") from error
     return options.out
 
 
@@ -104,7 +109,10 @@ class _Run:
             )
         ]
         if not self._windows:
-            raise TrainingError(f"{options.data} holds no document to learn from: answers of two tokens at least")
+            raise TrainingError(
+                f"{options.data} holds no document to learn from, an answer of two tokens at least: "
+                f"{len(self._held_out)} are held out, {self._left_out} repeat themselves"
+            )
         self._block, ids = self._new_block(tokenizer)
         self._identity = {
             **options.identity(),
@@ -261,14 +269,11 @@ class _Run:
         chosen: list[Window] = [self._windows[batch[place]] for place in places]
         targets = self._targets if moment.mixed else None
         made = collate(chosen, self._train, self._world.device, self._dtype, targets)
-        if self._options.noise:
-            for row, place in enumerate(places):
-                told = hashlib.sha256(f"{self._options.seed} {step} {place}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(told[:7], "little"))
-                hidden = made.hidden[row, : chosen[row].length]
-                drawn = torch.randn(hidden.shape, generator=generator).to(hidden)
-                hidden += drawn * (self._options.noise * hidden.float().square().mean().sqrt()).to(hidden.dtype)
-        return made
+        if not self._options.noise:
+            return made
+        told = [hashlib.sha256(f"{self._options.seed} {step} {place}".encode()).digest() for place in places]
+        seeds = [int.from_bytes(digest[:7], "little") for digest in told]
+        return replace(made, noise=drawn_noise(made, self._options.noise, seeds))
 
     def _autocast(self) -> Any:
         on_gpu = self._world.device.type == "cuda"
@@ -343,7 +348,8 @@ class _Run:
             out.mkdir(parents=True, exist_ok=True)
             save_native(out / NATIVE_FILE, block.mtp, torch.bfloat16)
             header = {"target": self._target.model_dump(), "training": told, "evaluation": evaluation}
-            (out / "training.json").write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps(header, indent=2) + "\n"
+            put_down(out / "training.json", lambda file: file.write(text.encode()))
             return
         student = block.student.to(torch.bfloat16)
         header_of = StudentHeader.of(student, self._target, self._options.name, told, evaluation)

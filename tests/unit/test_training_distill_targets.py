@@ -15,7 +15,7 @@ from torch import Tensor
 from backend.loading import load
 from tests.forced_answers import PROMPT, SMALL, answers, lesson_of, write_answers, write_hot
 from training.distill import DistillOptions, distill, plan
-from training.distillation.batches import Batch, collate, windows
+from training.distillation.batches import Batch, collate, drawn_noise, windows
 from training.distillation.schedule import Moment
 from training.distillation.step import Lesson, Objective
 from training.distillation.teacher import Teacher
@@ -78,6 +78,30 @@ def test_the_likeliest_and_a_tail_give_losses_a_little_lower_and_the_same_direct
     assert float(found[16][0].min()) > -0.08
     assert found[64][1] > 0.9999
     assert found[16][1] > 0.999
+
+
+def test_noise_is_for_the_student_alone(tmp_path: Path, hot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is taught is what it would be taught without: the trunk's rows and the native head's chain."""
+    documents = list(read_forced(write_answers(tmp_path / "forced"), held_out=False))
+    chosen = [window for i in range(4) for window in windows(i, PROMPT, 26, 512, 4)]
+    clean = collate(chosen, documents, CPU, torch.float32)
+    noisy = replace(clean, noise=drawn_noise(clean, 0.5, range(len(chosen))))
+    taught: list[list[Tensor]] = []
+    original = Teacher.target
+
+    def listening(self: Teacher, trunk: Tensor, log_z: Tensor | None, native: Tensor | None, alpha: float) -> Tensor:
+        wanted = original(self, trunk, log_z, native, alpha)
+        taught[-1].append(wanted)
+        return wanted
+
+    monkeypatch.setattr(Teacher, "target", listening)
+    found = []
+    for batch in (clean, noisy):
+        taught.append([])
+        found.append(losses(hot, batch, 0.5)[0])
+    assert all(map(torch.equal, *taught))
+    assert len(taught[0]) >= 4
+    assert bool((found[0] != found[1]).all())
 
 
 def test_every_anchor_of_a_cut_document_has_its_own_row(tmp_path: Path, hot: Path) -> None:

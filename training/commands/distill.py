@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from training.commands.terminal import LedgerPath, Model, Threads, progress
+from training.commands.widths import Widths, widths_of
 
 if TYPE_CHECKING:
     from training.distill import Plan
@@ -59,10 +60,7 @@ def distill(
     preset: Annotated[str, typer.Option(help="sv (head at the model's width) or sv-slim (at the student's own).")] = (
         "sv"
     ),
-    width: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=VALUE", help="A width in place of the preset's, as d_inner=1024; again for each."),
-    ] = None,
+    width: Widths = None,
     initialise: Annotated[Start, typer.Option(help="Where a student's first weights come from.")] = Start.principal,
     steps: Annotated[int | None, typer.Option(min=0, help="Of distillation. Default: by the model's size.")] = None,
     ce_steps: Annotated[int | None, typer.Option(min=0, help="Of reinforcement after it. Default: likewise.")] = None,
@@ -124,7 +122,7 @@ def distill(
         model=model,
         target=target.value,
         preset=preset,
-        widths=dict(_width(one) for one in width or ()),
+        widths=widths_of(width),
         initialise=initialise.value,
         steps=steps,
         ce_steps=ce_steps,
@@ -164,13 +162,6 @@ def distill(
         entry.seeds = {"distill": seed}
         entry.made(out)
     typer.echo(out)
-
-
-def _width(given: str) -> tuple[str, Any]:
-    name, _, value = given.partition("=")
-    if not value:
-        raise typer.BadParameter(f"{given!r} is not FIELD=VALUE")
-    return name, int(value) if value.isdecimal() else value
 
 
 def _table(found: Plan) -> Table:

@@ -46,6 +46,12 @@ class Batch:
     anchors: Tensor  # bool [B, L - 1]
     lengths: Tensor  # int64 [B]
     chain: Chain | None = None  # precomputed, of the anchors row by row
+    noise: Tensor | None = None  # [B, L, H], to what the student is given of `hidden` and no teacher is
+
+    @property
+    def given(self) -> Tensor:
+        """The hidden states as the student gets them, [B, L, H]."""
+        return self.hidden if self.noise is None else self.hidden + self.noise
 
     def supervised(self, slot: int) -> Tensor:
         """bool [B, L - 1]: the anchors whose slot predicts a token that the window holds."""
@@ -141,3 +147,13 @@ def collate(
         torch.tensor([window.length for window in chosen], device=device),
         chain.to(device) if chain else None,
     )
+
+
+def drawn_noise(batch: Batch, amount: float, seeds: Sequence[int]) -> Tensor:
+    """Gaussian, `amount` times the root mean square of each window's hidden states, [B, L, H]; zeros on padding."""
+    noise = torch.zeros_like(batch.hidden)
+    for row, (seed, length) in enumerate(zip(seeds, batch.lengths.tolist(), strict=True)):
+        hidden = batch.hidden[row, :length]
+        drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed)).to(hidden)
+        noise[row, :length] = drawn * (amount * hidden.float().square().mean().sqrt()).to(hidden.dtype)
+    return noise

@@ -94,7 +94,7 @@ class Lesson:
         told = batch.chain if moment.mixed else None
         head, found = self._block.head_weight, []
         alive = batch.anchors
-        rows = recursive_outputs(self._block, self._model.embed, batch.tokens, batch.hidden, slots)
+        rows = recursive_outputs(self._block, self._model.embed, batch.tokens, batch.given, slots)
         for slot, scored in enumerate(rows):
             valid = batch.supervised(slot)
             chosen = self._rank[batch.ahead(batch.tokens, 1 + slot)[valid]]  # [n], x_{p+1+j}
