@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from backend.interface import ChatBackend, ChatRequest, EngineStats
 from capture.writer import CaptureWriter
@@ -24,6 +24,8 @@ from serve.settings import Settings
 
 CANCEL_SECONDS = 5.0  # for cancelled generations to end and be recorded
 FLUSH_SECONDS = 30.0  # for the capture queue to be written at the end
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Service:
         self.flushed = True  # False after `close` where rows had to be given up
         self.has_model = False  # True for good once the backend has loaded: info() and stats() can be asked
         self._state = State.LOADING
-        self._started = asyncio.Event()
+        self._started, self._draining = asyncio.Event(), asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._generations: set[Generation] = set()
         self.metrics.watch(self.stats, lambda: self.recorder.depth, lambda: self.recorder.state == "failing")
@@ -88,6 +90,7 @@ class Service:
     async def drain(self, grace: float) -> None:
         """Refuse what is new, wait at most `grace` seconds for what runs, then cancel it and see it recorded."""
         self._state = State.DRAINING
+        self._draining.set()
         await self._ended(grace)
         for generation in list(self._generations):
             generation.cancel()
@@ -102,6 +105,18 @@ class Service:
             self._loading.cancel()
         self.flushed = await asyncio.to_thread(self.recorder.close, FLUSH_SECONDS)
         await self.backend.close()
+
+    async def until_draining(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of what may take long. Raises ApiError 503 where the server is to end before, and cancels it."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._draining.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise unavailable("The server is shutting down.", "shutting_down")
+        finally:
+            working.cancel()
+            ending.cancel()
 
     def admit(self, choices: int = 1) -> None:
         """Raises ApiError 503 where no request can start now, 429 where so many more would wait too far back.

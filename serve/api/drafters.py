@@ -32,9 +32,8 @@ async def load_drafter(request: Request) -> NewDrafter:
     if service.state is State.DRAINING:
         service.admit()
     call, _ = await body.read(request, LoadDrafterRequest, service.unknown_fields)
-    loaded = NewDrafter.model_validate(
-        await service.backend.load_drafter(call.path, call.name, call.min_acceptance), strict=False
-    )
+    loading = service.backend.load_drafter(call.path, call.name, call.min_acceptance)
+    loaded = NewDrafter.model_validate(await service.until_draining(loading), strict=False)
     log.warning("drafter %s loaded by %s from %s", loaded.name, _operator(request), call.path)
     return loaded
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -278,6 +281,28 @@ def test_metrics_tell_each_drafters_own_steps(serve):
         field = {"step_sequences": "sequences", "step_accepted_tokens": "accepted", "step_seconds": "seconds"}
         found = server.metric(f"drafter_{name}_total", drafter="mtp", batch="1")
         assert found == pytest.approx(steps[field.get(name, name)])
+
+
+def test_who_waits_for_a_drafter_is_told_that_the_server_is_to_end(serve):
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow(FakeBackend):
+        async def load_drafter(self, *given: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+    server = serve(backend=Slow())
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load, server, "new")
+        assert begun.wait(10)
+        ending = server.service.drain(0)
+        asyncio.run_coroutine_threadsafe(ending, server.service._loading.get_loop()).result(10)
+        assert refused(loading.result(10), 503)["code"] == "shutting_down"
+    assert ended.wait(10)
+    assert refused(load(server, "new"), 503)["code"] == "shutting_down"
 
 
 def test_an_upstreams_drafters_are_its_own(serve):
