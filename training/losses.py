@@ -49,7 +49,8 @@ def acceptance_loss(logits: Tensor, teacher: Tensor) -> Tensor:
 
     The acceptance of a sampled draft (speculators' `nla`, LK-alpha).
     """
-    return -torch.minimum(teacher, logits.softmax(-1)).sum(-1).clamp_min(1e-6).log()
+    both = torch.minimum(teacher, logits.softmax(-1)).sum(-1)
+    return -both.clamp_min(torch.finfo(both.dtype).tiny).log()  # a draft that is hardly ever accepted learns too
 
 
 def head_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int) -> tuple[Tensor, Tensor]:

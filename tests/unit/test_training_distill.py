@@ -21,7 +21,7 @@ from backend.models.qwen3_5 import Qwen35
 from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
 from tests.checkpoints import BUNDLED
-from tests.forced_answers import SMALL, answers, lesson_of, write_answers, write_hot
+from tests.forced_answers import HELD_OUT, SMALL, answers, lesson_of, write_answers, write_hot
 from training.cli import main
 from training.distill import DistillOptions, distill, plan
 from training.distillation.batches import collate, windows
@@ -234,7 +234,12 @@ def test_two_processes_of_torchrun_train_as_one_does(options: DistillOptions, tm
         *("--visited", "0.5", "--lr", "0.002", "--evaluate-every", "4", "--seed", "3", "--device", "cpu"),
         *(part for name, value in SMALL.items() for part in ("--width", f"{name}={value}")),
     ]
-    subprocess.run(command, check=True, timeout=240, capture_output=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        try:
+            told, _ = launcher.communicate(timeout=240)
+        finally:
+            launcher.terminate()  # the workers are in sessions of their own: it alone can end them, and does
+    assert launcher.returncode == 0, told
     one, two = load_file(alone / "last/model.safetensors"), load_file(tmp_path / "two/last/model.safetensors")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name].float(), tensor.float(), rtol=1e-2, atol=1e-4)
@@ -289,6 +294,16 @@ def test_a_plan_says_what_it_takes_and_writes_nothing(
     assert not options.out.exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused_in_one_line(options: DistillOptions, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TrainingError, match=f"cannot write to {out}: [^\n]+$"):
+            distill(replace(options, out=out))
+    folder = write_answers(tmp_path / "held", answers()[1][:HELD_OUT])
+    with pytest.raises(TrainingError, match=r"no document to learn from.*: [1-3] are held out, [0-2] repeat"):
+        distill(replace(options, data=folder, out=tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -298,6 +313,9 @@ def test_a_plan_says_what_it_takes_and_writes_nothing(
         ({"steps": 0, "ce_steps": 0}, "at least one step"),
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"preset": "sv-fat"}, "sv-fat"),
+        ({"widths": {"hot_rows": 5, "hidden_size": 128}}, "hidden_size and hot_rows follow from the model"),
+        ({"widths": {"d_inner": "many"}}, "no such student: d_inner Input should be a valid integer$"),
+        ({"widths": {"num_attention_heads": 0}}, "num_attention_heads Input should be greater than 0$"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

@@ -128,6 +128,15 @@ def test_the_acceptance_loss_is_that_of_a_sampled_draft() -> None:
     assert float(acceptance_loss(logits[:, :8], hot)) >= -float(hot.sum().log()) - 1e-6
 
 
+def test_a_draft_that_is_hardly_ever_accepted_is_pushed_up_too() -> None:
+    logits = torch.tensor([[40.0, 0.0]], requires_grad=True)  # q is e^-40 where the teacher is
+    loss = acceptance_loss(logits, torch.tensor([[0.0, 1.0]]))
+    assert loss.item() == pytest.approx(40, rel=1e-6)
+    loss.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([1, -1], rel=1e-6)
+
+
 @settings(max_examples=25)
 @given(st.integers(1, 23), st.integers(1, 8), st.booleans())
 def test_a_head_in_chunks_is_the_head_at_once(rows: int, chunk: int, frozen: bool) -> None:

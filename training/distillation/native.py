@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from backend.models.draft_block import DraftBlock
@@ -16,6 +16,7 @@ from backend.models.forms import Form
 from backend.models.mtp import MTPBlock
 from backend.models.qwen3_5 import Qwen35
 from backend.models.student import StudentBlock
+from capture.export_folder import put_down
 from training.errors import TrainingError
 
 
@@ -107,6 +108,4 @@ class LearningNative:
 def save_native(path: Path, mtp: MTPBlock, dtype: torch.dtype) -> None:
     """The block as a checkpoint has it: safetensors of `mtp.*`, which vLLM, SGLang and this project load."""
     tensors = {f"mtp.{name}": value.detach().to("cpu", dtype).contiguous() for name, value in mtp.named_parameters()}
-    temporary = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(path)
+    put_down(path, lambda file: file.write(save(tensors, metadata={"format": "pt"})))

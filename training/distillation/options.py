@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from backend.models.config import ModelConfig
 from backend.models.student import PRESETS, StudentConfig
 from training.distillation.schedule import Schedule
@@ -88,11 +90,16 @@ class DistillOptions:
 
     def architecture(self, config: ModelConfig, hot_rows: int) -> StudentConfig:
         """The student's widths on a model of this shape. Raises TrainingError for those that cannot be."""
+        if given := sorted(self.widths.keys() & {"hidden_size", "hot_rows"}):
+            raise TrainingError(f"no such student: {' and '.join(given)} follow from the model and the hot vocabulary")
         try:
             preset = StudentConfig.preset(self.preset, config, hot_rows)
             return StudentConfig(**{**preset.model_dump(), **self.widths})
+        except ValidationError as error:
+            told = "; ".join(" ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors())
+            raise TrainingError(f"no such student: {told}") from None
         except (TypeError, ValueError) as error:
-            raise TrainingError(f"no such student: {' '.join(str(error).split())}") from None
+            raise TrainingError(f"no such student: {error}") from None
 
     def schedule(self) -> Schedule:
         """Of settled options."""
