@@ -250,11 +250,12 @@ def _check_target(directory: Path, header: StudentHeader, model: Qwen35, weights
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Copies: the file's own pages would change under a server with whatever is written into it, or end its process."""
     try:
         if not path.is_file():
             raise BackendError(f"checkpoint file {path} is missing (only safetensors are read)")
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise BackendError(f"cannot read {path}: {_one_line(error)}") from error
 

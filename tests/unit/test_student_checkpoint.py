@@ -103,6 +103,18 @@ def test_weights_are_loaded_in_the_models_dtype(tmp_path: Path, stored: torch.dt
     assert student.block.d2t.dtype == torch.int32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_over_a_file_does_not_reach_who_has_loaded_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = saved(tmp_path / "a", random_block().to(dtype))
+    student = load_student(directory, factory.build(SHAPE).to(dtype), TARGET.weights, TARGET.tokenizer)
+    before = {name: tensor.clone() for name, tensor in student.block.state_dict().items()}
+    with (directory / "model.safetensors").open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        file.write(bytes(size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in student.block.state_dict().items())
+
+
 def test_the_same_student_is_the_same_bytes_and_has_one_fingerprint(tmp_path: Path) -> None:
     one, other = saved(tmp_path / "one", name="x"), saved(tmp_path / "other", name="x")
     for file in ("model.safetensors", "config.json"):
