@@ -270,7 +270,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(options: DistillOptio
     everything = [replace(one, hidden=torch.full_like(one.hidden, float("nan"))) for one in documents]
     folder = write_answers(tmp_path / "all", everything)
     with pytest.raises(TrainingError, match="not finite"):
-        distill(replace(options, data=folder, out=tmp_path / "none", initialise="slice", steps=30, evaluate_every=0))
+        distill(replace(options, data=folder, out=tmp_path / "nowhere", initialise="slice", steps=30, evaluate_every=0))
 
 
 def test_a_plan_says_what_it_takes_and_writes_nothing(
@@ -314,6 +314,9 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(options: DistillO
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"preset": "sv-fat"}, "sv-fat"),
         ({"widths": {"hot_rows": 5, "hidden_size": 128}}, "hidden_size and hot_rows follow from the model"),
+        ({"name": "two words"}, "'two words' cannot be a drafter's name.*: give a --name$"),
+        ({"name": "mtp"}, "cannot be named 'mtp'"),
+        ({"out": Path("no where")}, "'no where' cannot be a drafter's name"),
         ({"widths": {"d_inner": "many"}}, "no such student: d_inner Input should be a valid integer$"),
         ({"widths": {"num_attention_heads": 0}}, "num_attention_heads Input should be greater than 0$"),
     ],
@@ -322,7 +325,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     options: DistillOptions, changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=message) as refused:
-        distill(replace(options, out=tmp_path / "out", **changes))  # type: ignore[arg-type]
+        distill(replace(options, **({"out": tmp_path / "out"} | changes)))  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from backend.drafters.student import check_name
+from backend.interface import BackendError
 from backend.models.config import ModelConfig
 from backend.models.student import PRESETS, StudentConfig
 from training.distillation.schedule import Schedule
@@ -114,6 +116,11 @@ class DistillOptions:
     def _check(self) -> None:
         if self.target == "student" and self.hot_vocab is None:
             raise TrainingError("a student needs a hot vocabulary: `training hot-vocab` makes one")
+        if self.target == "student":
+            try:
+                check_name(self.name or self.out.resolve().name)
+            except BackendError as error:
+                raise TrainingError(f"{error}: give a --name") from None
         if self.targets and self.target == "mtp":
             raise TrainingError("targets are over a hot vocabulary, and the native block learns over all ids")
         if self.targets and self.alpha == 1 and self.alpha_start in (None, 1):
