@@ -93,7 +93,8 @@ class Run:
     @property
     def wall_seconds(self) -> float | None:
         seconds = self.fields.get("wall_seconds")
-        return float(seconds) if isinstance(seconds, int | float) else None
+        is_known = isinstance(seconds, int | float) and abs(seconds) <= sys.float_info.max
+        return float(seconds) if is_known else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,9 @@ def _ending(error: BaseException) -> tuple[Outcome, str]:
 def _line(text: str) -> dict[str, Any] | None:
     try:
         told = json.loads(text)
-    except ValueError:
+        # What no text can hold, half of a surrogate pair, as it comes from file names that are not UTF-8.
+        told = json.loads(json.dumps(told, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
     known = isinstance(told, dict) and isinstance(told.get("schema"), int)
     if not known or not all(isinstance(told.get(name), str) for name in ("id", "command", "started", "outcome")):

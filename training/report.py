@@ -18,6 +18,7 @@ from training.ledger import Ledger, Run
 from training.plots import Point, Series, Theme
 
 MOST_SERIES = len(plots.COLOURS)
+_LARGEST = 1e100
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #d5dbe1; --bad: #a52a1c; --good: #19703c; }
 @media (prefers-color-scheme: dark) {
@@ -224,13 +225,13 @@ def _runs(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         commit = str(_at(run.fields, "code", "commit") or _at(run.fields, "code", "version") or "")[:10]
         changed = "+" if _at(run.fields, "code", "changed") else ""
-        memory = _at(run.fields, "memory", "process_bytes")
+        memory = _numbers([_at(run.fields, "memory", "process_bytes")])
         detail = escape(json.dumps(run.fields, indent=1, ensure_ascii=False))
         rows.append(
             f"<tr><td>{_cell(run.started)}</td><td>{_cell(run.command)}</td>"
             f'<td class="{escape(run.outcome)}">{_cell(run.outcome)}</td><td>{_cell(run.reason)}</td>'
             f"<td>{_cell(_short(run.wall_seconds))}</td>"
-            f"<td>{_cell(f'{memory / 1e6:.0f}' if isinstance(memory, int | float) else '')}</td>"
+            f"<td>{_cell(f'{memory[0] / 1e6:.0f}' if memory else '')}</td>"
             f"<td>{_cell(commit + changed)}</td>"
             f"<td><details><summary>all</summary><pre>{detail}</pre></details></td></tr>"
         )
@@ -301,8 +302,9 @@ def _short(value: Any) -> str:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Those of the values that are numbers."""
-    return [float(one) for one in _list(values) if isinstance(one, int | float) and not isinstance(one, bool)]
+    """Those of the values that are numbers, of a size that can be drawn."""
+    numbers = [one for one in _list(values) if isinstance(one, int | float) and not isinstance(one, bool)]
+    return [float(one) for one in numbers if abs(one) <= _LARGEST]
 
 
 def _at(told: Any, *names: str) -> Any:

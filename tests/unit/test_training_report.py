@@ -19,7 +19,7 @@ from training import report
 from training.cli import app
 from training.errors import TrainingError
 from training.learning import learning_curve
-from training.ledger import Ledger, Run, plain
+from training.ledger import Ledger
 
 EVIL = "<script>alert(1)</script>\"'&$\\frac{$"
 
@@ -159,7 +159,12 @@ def test_without_matplotlib_one_line_says_what_to_install(
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.sampled_from([10**400, -(10**400), 1e308, -1e100])
+    | st.floats()
+    | st.text(st.characters(), max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
@@ -171,9 +176,39 @@ NAMES = ("rows", "curve", "blocks", "held_out", "train", "reach", "candidate", "
     st.sampled_from(["evaluate", "distill", "hot-vocab", "promote", "extract"]),
     st.dictionaries(st.sampled_from(NAMES), JSON, min_size=1),
 )
-def test_whatever_a_line_says_there_is_a_page(command: str, figures: dict[str, Any]) -> None:
-    fields = {"schema": 1, "id": "x", "command": command, "started": "s", "outcome": "ok", "figures": plain(figures)}
-    assert report.html([Run(fields)]).endswith("</body></html>\n")
+def test_whatever_a_line_says_there_is_a_page(
+    tmp_path_factory: pytest.TempPathFactory, command: str, figures: dict[str, Any]
+) -> None:
+    place = tmp_path_factory.mktemp("page")
+    fields = {"schema": 1, "id": "x", "command": command, "started": "s", "outcome": "ok", "figures": figures}
+    (place / "ledger.jsonl").write_text(json.dumps(fields) + "\n")
+    page = report.report([place / "ledger.jsonl"], place / "page.html").read_text()
+    assert page.endswith("</body></html>\n")
+    assert "1 runs" in page
+
+
+def test_figures_that_nothing_can_draw_and_names_that_no_text_holds_cost_no_other(tmp_path: Path) -> None:
+    """Too large for a float, none at all, half a character, and a line nested deeper than anybody reads."""
+    huge, nan, half = 10**400, float("nan"), "\ud800"
+    walk = {"surv": [{"value": huge, "low": nan, "high": 1.0, "n": huge}, {"value": 0.5, "n": 3}]}
+    said: list[dict[str, Any]] = [
+        {"command": "evaluate", "figures": {"rows": [{"name": half, "walk": walk}]}, "reason": half},
+        {
+            "command": "distill",
+            "figures": {"curve": [{"step": huge, "loss": [1.0]}, {"step": 1, "loss": float("inf")}]},
+        },
+        {"command": "promote", "figures": {"blocks": [[huge, 1.0], [nan, 2.0], [3.0, 4.0]], "candidate": half}},
+        {"command": "extract", "wall_seconds": huge, "memory": {"process_bytes": huge}},
+    ]
+    lines = [
+        json.dumps({"schema": 1, "id": str(i), "started": half, "outcome": "ok", **one}) for i, one in enumerate(said)
+    ]
+    deep = lines[0].replace(json.dumps(walk), "[" * 100_000 + "]" * 100_000)
+    (tmp_path / "ledger.jsonl").write_text("\n".join([*lines, deep]) + "\n")
+    page = report.report([tmp_path / "ledger.jsonl"], tmp_path / "page.html").read_text()
+    assert "4 runs" in page
+    assert "1 damaged" in page
+    assert page.count("<picture>") == 2, "the slot's and the blocks' that are figures"
 
 
 def test_a_log_is_kept_in_few_lines_and_every_walk(tmp_path: Path) -> None:
