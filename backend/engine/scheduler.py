@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from backend.drafters.protocol import Drafter
 from backend.engine.cache import PAGE, pages_for
 from backend.engine.forms import GRID
 from backend.engine.memory import Memory, Place
 from backend.engine.prefix import PrefixCache, Snapshot
 from backend.engine.sequence import Sequence
+from backend.engine.speculation import go_on_without_drafts
 from backend.ops.delta_replay import MAX_ROWS
 
 
@@ -116,12 +118,18 @@ class Scheduler:
         if sequence.drafter:
             sequence.draft_state = sequence.drafter.new_state(sequence.prompt, place.pages)
             if snapshot:
-                block = sequence.drafter.block
-                known = block is None or block in snapshot.blocks
-                sequence.drafter.resume(sequence.draft_state, snapshot.boundary, known)
-                if self.prefix is not None and block is not None and not known:
-                    self.prefix.learn(snapshot, place, block)
+                try:
+                    self._resume(sequence, sequence.drafter, place, snapshot)
+                except Exception:
+                    go_on_without_drafts(sequence)
         return True
+
+    def _resume(self, sequence: Sequence, drafter: Drafter, place: Place, snapshot: Snapshot) -> None:
+        block = drafter.block
+        known = block is None or block in snapshot.blocks
+        drafter.resume(sequence.draft_state, snapshot.boundary, known)
+        if self.prefix is not None and block is not None and not known:
+            self.prefix.learn(snapshot, place, block)
 
     def _place(self, sequence: Sequence, pages: int) -> tuple[Place, Snapshot | None] | None:
         if self.prefix is not None:

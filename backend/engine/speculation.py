@@ -55,7 +55,10 @@ class Speculation:
         chunk = sequence.prompt[start : start + rows]
         tokens, hidden = self.runner.prefill_chunk(self.memory, sequence.place, chunk, start)
         if sequence.drafter:
-            sequence.drafter.prefill(sequence.draft_state, tokens, hidden, start, len(chunk))
+            try:
+                sequence.drafter.prefill(sequence.draft_state, tokens, hidden, start, len(chunk))
+            except Exception:
+                go_on_without_drafts(sequence)
         sequence.prefilled += len(chunk)
         if sequence.scoring:
             self._score(sequence, hidden[0], start)
@@ -162,7 +165,7 @@ class Speculation:
                 proposals.append((members, drafter.propose(states, [limits[i] for i in members], samplers.draft)))
             except Exception:
                 for sequence in some:
-                    _go_on_without_drafts(sequence)
+                    go_on_without_drafts(sequence)
         counts = [len(block) for block in blocks]
         for members, proposal in proposals:
             for i, count in zip(members, proposal.counts, strict=True):
@@ -184,7 +187,7 @@ class Speculation:
             try:
                 sequence.drafter.observe(sequence.draft_state, tokens, hidden)
             except Exception:
-                _go_on_without_drafts(sequence)
+                go_on_without_drafts(sequence)
 
     def _emit(
         self,
@@ -236,7 +239,7 @@ class Speculation:
             raise fault
 
 
-def _go_on_without_drafts(sequence: Running) -> None:
+def go_on_without_drafts(sequence: Running) -> None:
     """Its drafter has failed. Drafts only ever save time: without them the same tokens come."""
     assert sequence.drafter is not None
     log.exception("drafter %s failed; sequence %s goes on without it", sequence.drafter.name, sequence.id)

@@ -403,11 +403,12 @@ def test_a_fault_inside_a_block_ends_it_after_the_same_tokens_for_any_draft_leng
     assert a.outcome == b.outcome
 
 
-@pytest.mark.parametrize("what", ["propose", "observe"])
+@pytest.mark.parametrize("what", ["prefill", "resume", "propose", "observe"])
 def test_a_drafter_that_fails_costs_its_drafts_and_no_token(
     runner: Runner, stage: Stage, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = Client("a", PROMPT, max_tokens=12)
+    prompt = (5,) * (2 * GRID + 1)
+    a, first = Client("a", prompt, max_tokens=12), Client("first", prompt, max_tokens=1)
     told = decode(runner, None, 0, [a.request])[0]
     drafter = scripted(a.request, told.tokens, 1.0)
 
@@ -415,9 +416,11 @@ def test_a_drafter_that_fails_costs_its_drafts_and_no_token(
         raise ZeroDivisionError("by design")
 
     setattr(drafter, what, broken)
-    b = Client("b", PROMPT, max_tokens=12, drafter=drafter)
-    stage.run(plain(runner, draft_tokens=4), b)
+    b = Client("b", prompt, max_tokens=12, drafter=drafter)
+    engine = stage.run(make_loop(runner, 4, positions=1024, sequences=16, prefix=True), first, b)
     b.wait()
+    assert b.sequence.cached == 2 * GRID
+    assert engine.restarts == 0
     assert b.outcome == told.seen
     assert not any(step.drafted for step in b.sequence.steps)
     assert "by design" in caplog.text
