@@ -93,8 +93,9 @@ class Run:
     @property
     def wall_seconds(self) -> float | None:
         seconds = self.fields.get("wall_seconds")
-        is_known = isinstance(seconds, int | float) and abs(seconds) <= sys.float_info.max
-        return float(seconds) if is_known else None
+        if isinstance(seconds, int | float) and abs(seconds) <= sys.float_info.max:
+            return float(seconds)
+        return None
 
 
 @dataclass(frozen=True)
