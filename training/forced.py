@@ -32,6 +32,7 @@ _TOKEN_BYTES = 4 + 4 + 4 + 4 + 2
 _DOCUMENT_BYTES = 8 + 4 + 36 * 4 + 1 + 8 + 4 + 4
 _ARCHIVE_BYTES = 32_768
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_FINGERPRINTS = ("weights", "tokenizer", "chat_template", "build")
 
 
 def shards_of(
@@ -90,9 +91,19 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
         manifest: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (manifest["format"], manifest["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise TrainingError(f"{path} is not of format {FORMAT} {FORMAT_VERSION}")
+        known = [manifest["fingerprints"][name] for name in _FINGERPRINTS]
+        known += [entry[name] for entry in manifest["shards"] for name in ("file", "sha256")]
+        if not all(isinstance(one, str) for one in known) or not isinstance(manifest["d2t_sha256"], str | None):
+            raise ValueError("a name or a hash in it is no text")
+        if manifest["dtype"] not in _ITEM_BYTES:
+            raise ValueError(f"its dtype is {manifest['dtype']!r}")
+        if not all(isinstance(manifest["counts"][name], int) for name in ("documents", "answer_tokens")):
+            raise ValueError("a count in it is no number")
     except FileNotFoundError:
         raise TrainingError(f"{folder} is no complete extraction: `training extract` makes or continues one") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise TrainingError(f"cannot read {path}: it does not say {error}") from error
+    except (OSError, ValueError, TypeError) as error:
         raise TrainingError(f"cannot read {path}: {reason(error)}") from error
     return manifest
 

@@ -46,6 +46,7 @@ from training.forced import digest, read_shard, shards_of, write_shard
 SCALARS = ("log_z", "argmax", "chosen_logprob", "hot_mass")
 LENGTHS = ((70, 26), (5, 40), (130, 1), (64, 12), (63, 30), (3, 9))  # of prompt and answer
 HOT = list(range(0, 400, 2))
+MANIFEST_READ = ("format", "format_version", "fingerprints", "dtype", "d2t_sha256", "counts", "shards")
 
 
 def ids(count: int, vocab: int, seed: int) -> tuple[int, ...]:
@@ -473,6 +474,37 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path, served: Served) ->
 
 
 # Exports that are older than seeds
+
+
+def without_each(told: Any) -> Iterator[Any]:
+    """The same less one of its entries, or with one that is nothing of the kind, at any depth."""
+    if isinstance(told, dict):
+        for name, value in told.items():
+            yield {other: one for other, one in told.items() if other != name}
+            yield from ({**told, name: changed} for changed in without_each(value))
+    elif isinstance(told, list):
+        yield from ([changed, *told[1:]] for one in told[:1] for changed in without_each(one))
+    yield from (value for value in (17, [], {"a": 1}, "x") if type(value) is not type(told))
+
+
+def test_a_manifest_is_read_or_refused_whatever_it_says(tmp_path: Path, served: Served) -> None:
+    export = exported(tmp_path, served.rows[:1])
+    folder = extract(options(tmp_path, export, hot_vocab=hot_vocab(tmp_path, served)))
+    path = folder / "manifest.json"
+    whole = {name: value for name, value in read_manifest(folder).items() if name in MANIFEST_READ}
+    refused: list[str] = []
+    for changed in without_each(whole):
+        path.write_text(json.dumps(changed))
+        try:
+            found = read_manifest(folder)
+            list(read_forced(folder))
+        except TrainingError as error:
+            refused.append(str(error))
+        else:  # what is in a manifest's place is of the kind that its readers take for granted
+            assert {name: type(found[name]) for name in MANIFEST_READ} == {n: type(v) for n, v in whole.items()}
+            assert all(isinstance(one, str) for one in found["fingerprints"].values())
+    assert len(refused) > 40
+    assert not any("\n" in line for line in refused)
 
 
 def without(folder: Path, names: Sequence[str]) -> Path:

@@ -48,7 +48,7 @@ print(len(documents), total(documents), peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc says how much memory was held at most")
 def test_a_pass_over_more_than_is_held_takes_no_more_memory_than_its_batches(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    fingerprints = {"weights": "w", "build": "b"}
+    fingerprints = dict.fromkeys(("weights", "tokenizer", "chat_template", "build"), "f")
     nothing = np.full(LENGTH, np.nan, dtype=np.float32)
     entries = []
     for shard in range(8):
@@ -63,7 +63,15 @@ def test_a_pass_over_more_than_is_held_takes_no_more_memory_than_its_batches(tmp
         with path.open("wb") as file:
             write_shard(file, members, {"dtype": "bfloat16", "fingerprints": fingerprints})
         entries.append({"file": path.name, "sha256": digest(path)})
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "shards": entries}
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "fingerprints": fingerprints,
+        "dtype": "bfloat16",
+        "d2t_sha256": None,
+        "counts": {"documents": 64, "answer_tokens": 64 * (LENGTH - 4)},
+        "shards": entries,
+    }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
 
     command = [sys.executable, "-c", PASS, str(tmp_path)]
