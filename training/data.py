@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,9 @@ _TYPES = {
 }
 # By document; exports made before these were written have none of them.
 _NEWER = {"seeds": "uint64", "sampling": "int32", "builds": "int32", "tags": "int32"}
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+# RuntimeError: an encrypted member, an unknown compression, JSON of no end; MemoryError: a header that lies.
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zlib.error, zipfile.BadZipFile)
+_LONGEST_REASON = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def read_shard(shard: Shard, tokenizer_fingerprint: str, vocab_size: int) -> Con
             meta = json.loads(str(archive["meta"]))
             if (meta["format"], meta["format_version"]) != (FORMAT, FORMAT_VERSION):
                 raise TrainingError(f"{path} is not of format {FORMAT} {FORMAT_VERSION}")
-            theirs, *_ = (str(meta["fingerprints"][name]) for name in ("tokenizer", "weights", "builds"))
+            theirs = str(meta["fingerprints"]["tokenizer"])
             if theirs != tokenizer_fingerprint:
                 raise TrainingError(
                     f"{path} is of another tokenizer ({theirs[:12]}) than the model ({tokenizer_fingerprint[:12]}): "
@@ -216,7 +219,7 @@ def documents_of(contents: Contents) -> Iterator[Document]:
 def reason(error: Exception) -> str:
     """Why a file could not be read or written, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
+    return " ".join(text.split())[:_LONGEST_REASON] or type(error).__name__
 
 
 def _listed(folder: Path) -> Iterator[Shard]:
@@ -256,9 +259,20 @@ def _check(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, An
         raise TrainingError(f"{path} is damaged: its documents do not add up to its tokens")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TrainingError(f"{path} holds token ids that its tokenizer, of {vocab_size}, does not have")
+    prints = meta["fingerprints"]
+    if not isinstance(prints.get("weights"), str) or not _is_list_of(str, prints.get("builds")):
+        raise TrainingError(f"{path} is damaged: its meta does not say which weights and builds it is of")
+    if not all(_is_list_of(dict, meta[name]) for name in ("sampling", "tags") if name in meta):
+        raise TrainingError(f"{path} is damaged: a list in its meta is none")
+    if not all(_is_list_of(str, list(tags.values())) for tags in meta.get("tags", ())):
+        raise TrainingError(f"{path} is damaged: a tag in its meta is no text")
     known = {"sampling": meta.get("sampling"), "tags": meta.get("tags"), "builds": meta["fingerprints"]["builds"]}
     for name, listed in known.items():
         if name not in arrays or not documents:
             continue
         if not isinstance(listed, list) or not -1 <= arrays[name].min() <= arrays[name].max() < len(listed):
             raise TrainingError(f"{path} is damaged: {name} does not fit the list in its meta")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)

@@ -19,7 +19,9 @@ from backend.models.weights import load_model
 from backend.text.tokenizer import ChatTokenizer
 from tests.decoding import Outcome, Request, decode
 from training.data import Document, Forced
+from training.errors import TrainingError
 from training.evaluate.choices import choices, first_difference
+from training.evaluate.following import sampling_of
 from training.evaluate.stride import StrideOptions, judged, stride
 from training.evaluate.walk import walk
 from training.force import force_documents
@@ -160,3 +162,14 @@ def test_what_plain_parameters_choose_along_an_answer_of_theirs_is_the_answer(
         (outcome,) = decode(tiny.runner, None, 0, [request])
         forced = tiny.forced(request, outcome.tokens)
         assert choices(tiny.runner.model, forced, request.params, tiny.vocab) == list(outcome.tokens)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"temperature": "hot"}, {"max_tokens": "x"}, {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"bad_words": [5]}],
+)
+def test_parameters_that_no_request_can_have_had_are_one_line(stated: dict[str, object]) -> None:
+    tokens = np.array([1, 2, 3], np.int32)
+    document = Document("odd", tokens, 1, np.zeros(3, np.float32), held_out=True, seed=1, sampling=stated)
+    with pytest.raises(TrainingError, match=r"document odd cannot have been sampled as it states: .+"):
+        sampling_of(document)

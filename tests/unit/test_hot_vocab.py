@@ -9,7 +9,9 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,9 +312,28 @@ def newer(meta: Any) -> Any:
     return np.array(json.dumps({**json.loads(str(meta)), "format_version": 2}))
 
 
+def saying(**told: Any) -> Callable[[Any], Any]:
+    """The meta with these entries in place of its own, those of its fingerprints too."""
+
+    def edit(meta: Any) -> Any:
+        entries = json.loads(str(meta))
+        prints = {name: told.get(name, value) for name, value in entries["fingerprints"].items()}
+        return np.array(
+            json.dumps({name: told.get(name, value) for name, value in entries.items()} | {"fingerprints": prints})
+        )
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edits", "said"),
     [
+        ({"meta": saying(weights=None)}, "does not say which weights and builds"),
+        ({"meta": saying(builds=[5])}, "does not say which weights and builds"),
+        ({"meta": saying(sampling=[5])}, "a list in its meta is none"),
+        ({"meta": saying(tags={})}, "a list in its meta is none"),
+        ({"meta": saying(tags=[{"class": 5}])}, "a tag in its meta is no text"),
+        ({"meta": lambda meta: np.array("[" * 100_000)}, "cannot read the shard"),
         ({"meta": newer}, "not of format draftloop-npz 1"),
         ({"meta": lambda meta: np.array("[]")}, "cannot read the shard"),
         ({"meta": lambda meta: np.array("{")}, "cannot read the shard"),
@@ -336,6 +357,34 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path: Path, content: bytes) -> N
     path.write_bytes(content)
     with pytest.raises(TrainingError, match="cannot read the shard"):
         build(find_shards([path]), TINY, 40)
+
+
+def test_a_shard_that_is_spoilt_or_lies_about_its_size_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    path = exported(tmp_path, row([300] * 500)) / "shard-00000.npz"
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    for made in (np.savez, np.savez_compressed):
+        made(path, **arrays)
+        whole = path.read_bytes()
+        for at in range(0, len(whole), len(whole) // 40):
+            path.write_bytes(whole[:at] + bytes(255 - byte for byte in whole[at : at + 40]) + whole[at + 40 :])
+            with pytest.raises(TrainingError) as refused:
+                build(find_shards([path]), TINY, 40)
+            assert len(str(refused.value)) < 600
+            assert "\n" not in str(refused.value)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i4", "fortran_order": False, "shape": (10**15,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("meta.npy", npy(arrays["meta"]))
+        archive.writestr("tokens.npy", header.getvalue())
+    with pytest.raises(TrainingError, match="cannot read the shard"):
+        build(find_shards([path]), TINY, 40)
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "draftloop-npz", "format_version": 1, "shards": [1]}'])

@@ -21,6 +21,7 @@ from backend.engine.sampling import Sampler, SamplerBatch, SamplingParams
 from backend.models.qwen3_5 import Qwen35
 from backend.ops.delta_replay import MAX_ROWS
 from training.data import Document, Forced
+from training.errors import TrainingError
 
 _MOST_PAGES = 256  # held by a batch, unless one document alone needs more
 
@@ -123,18 +124,27 @@ def batches(documents: Sequence[Forced], together: int) -> Iterator[list[int]]:
 
 
 def sampling_of(document: Document) -> SamplingParams:
-    """How a document was sampled, what it does not state left out; greedily where it states nothing."""
+    """How a document was sampled, what it does not state left out; greedily where it states nothing.
+
+    Raises TrainingError where it states what no request can have asked for.
+    """
     if document.sampling is None:
         return SamplingParams(temperature=0.0)
     stated = document.sampling
     plain = ("temperature", "top_p", "top_k", "min_p", "choice", "min_tokens", *PENALTIES)
-    return SamplingParams(
-        **{name: stated[name] for name in plain if name in stated},
-        seed=document.seed or 0,
-        logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in stated.get("logit_bias", {}).items())),
-        bad_words=tuple(tuple(ids) for ids in stated.get("bad_words", ())),
-        stop_token_ids=frozenset(stated.get("stop_token_ids", ())),
-    )
+    try:
+        for name in (*plain, "max_tokens"):
+            if not isinstance(stated.get(name, 0), int | float | None):
+                raise ValueError(f"{name} is no number")
+        return SamplingParams(
+            **{name: stated[name] for name in plain if name in stated},
+            seed=document.seed or 0,
+            logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in stated.get("logit_bias", {}).items())),
+            bad_words=tuple(tuple(ids) for ids in stated.get("bad_words", ())),
+            stop_token_ids=frozenset(stated.get("stop_token_ids", ())),
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TrainingError(f"document {document.id} cannot have been sampled as it states: {error}") from error
 
 
 def _pages(forced: Forced) -> int:
