@@ -154,7 +154,7 @@ def drafters(server: AppServer) -> tuple[str, str | None, set[str]]:
 
 def test_a_faster_drafter_is_made_the_default(server: AppServer, checkpoint: Path, asked: Path) -> None:
     costs(server, 0.0)
-    verdict = promote(options(server, checkpoint, asked, pairs=3))
+    verdict = promote(options(server, checkpoint, asked, pairs=5))
     assert verdict.promoted, verdict.reason
     assert drafters(server) == (CANDIDATE, "mtp", {"mtp", CANDIDATE, "none"})
     assert verdict.requests == 8
@@ -213,7 +213,7 @@ def test_what_a_killed_promotion_left_active_is_judged_again(
     costs(server, seconds)
     server.http.post("/v1/drafters", json={"path": str(checkpoint), "name": CANDIDATE}).raise_for_status()
     server.http.put("/v1/drafters/active", json={"drafter": CANDIDATE}).raise_for_status()
-    verdict = promote(options(server, checkpoint, asked, pairs=3 if seconds == 0.0 else 2))
+    verdict = promote(options(server, checkpoint, asked, pairs=5 if seconds == 0.0 else 2))
     assert verdict.promoted == (seconds == 0.0)
     assert verdict.incumbent == "mtp"
     assert drafters(server)[0] == (CANDIDATE if verdict.promoted else "mtp")
@@ -242,7 +242,7 @@ def test_whatever_else_is_loaded_stays_unless_it_is_promoted(
     server.backend.seconds["incumbent"] = INCUMBENT_SECONDS
     before = server.http.get("/v1/drafters").json()
     assert before["previous"] == "earlier"
-    verdict = promote(options(server, checkpoint, asked, pairs=3 if seconds == 0.0 else 2))
+    verdict = promote(options(server, checkpoint, asked, min_gain=0.0 if seconds == 0.0 else 1.0))
     if seconds == 0.0:
         assert verdict.promoted, verdict.reason
         assert drafters(server) == (CANDIDATE, "incumbent", {"mtp", CANDIDATE, "incumbent", "none"})
@@ -323,7 +323,7 @@ def test_a_server_without_drafter_can_be_given_one(tmp_path: Path, checkpoint: P
     """Its steps without drafts are an incumbent like others."""
     backend = Timed(drafters=("none",), seconds={"none": INCUMBENT_SECONDS, CANDIDATE: 0.0})
     with running_app(backend=backend, capture=tmp_path / "server.db") as server:
-        verdict = promote(options(server, checkpoint, asked, pairs=3))
+        verdict = promote(options(server, checkpoint, asked, pairs=5))
         assert verdict.promoted, verdict.reason
         assert (verdict.incumbent, drafters(server)[:2]) == ("none", (CANDIDATE, "none"))
 
