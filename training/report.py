@@ -37,12 +37,15 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def report(ledgers: Sequence[Path], out: Path) -> Path:
-    """Write the page. Raises TrainingError where a ledger cannot be read, the page not written, nothing drawn."""
+    """Write the page. Raises TrainingError where a file cannot be read or is no ledger, the page not written, nothing
+    drawn."""
     plots.require()
     runs: dict[str, Run] = {}
     damaged = 0
     for path in ledgers:
         found, broken = Ledger(path).read()
+        if broken and not found:
+            raise TrainingError(f"{path} is no ledger: none of its {broken} lines tells of a run")
         runs |= {run.id: run for run in found}
         damaged += broken
     page = html(sorted(runs.values(), key=lambda run: run.started), damaged)

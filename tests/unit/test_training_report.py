@@ -143,6 +143,21 @@ def test_an_empty_ledger_is_a_page_too() -> None:
     assert "2 damaged lines were left out." in report.html([], damaged=2)
 
 
+@pytest.mark.parametrize(
+    "held",
+    [b"No ledger\n", b'{"a": 1}\n', b'{\n "schema": 1\n}\n', b"[]", b"PK\x03\x04\xff\x00", b"<html></html>\n\n"],
+    ids=["text", "json", "indented", "list", "binary", "page"],
+)
+def test_a_file_that_is_no_ledger_is_one_line_and_no_page(ledger: Ledger, tmp_path: Path, held: bytes) -> None:
+    (tmp_path / "other").write_bytes(held)
+    for listed in ([tmp_path / "other"], [ledger.path, tmp_path / "other"]):
+        with pytest.raises(TrainingError, match=r"other is no ledger: none of its \d lines tells of a run$"):
+            report.report(listed, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+    (tmp_path / "other").write_text("")
+    assert "No run yet." in report.report([tmp_path / "other"], tmp_path / "report.html").read_text()
+
+
 def test_without_matplotlib_one_line_says_what_to_install(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
