@@ -48,8 +48,10 @@ class Captured:
 def loop(options: LoopOptions, ledger: Ledger, report: Report = lambda doing, done, total: None) -> Round:
     """One turn, from what is captured now; or, where one was killed before it ended, the rest of that one.
 
-    Raises TrainingError where there are not yet answers enough, and whatever a stage raises.
+    Raises TrainingError where there are not yet answers enough, whatever a stage raises, and before anything is made
+    what distillation would.
     """
+    options.distillation_settled()
     with locked(options.workdir):
         version = server_version(options)
         begun = _begun(options, version)
@@ -72,8 +74,10 @@ def watch(
 ) -> None:
     """`turn` now, and again whenever so many new own tokens were captured since the last one; until it is interrupted.
 
-    What a turn, or the server, refuses is told to `report`, and waited out.
+    What a turn, or the server, refuses is told to `report`, and waited out. Raises TrainingError for what distillation
+    would refuse however long one waits.
     """
+    options.distillation_settled()
     while True:
         try:
             done = read_json(options.workdir / ROUND) or {}

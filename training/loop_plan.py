@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from training.distillation.options import DistillOptions
 from training.ledger import Ledger, Run
 from training.loop import ROUND, Captured, server_version
 from training.loop_stages import LoopOptions
@@ -63,18 +62,10 @@ class LoopPlan:
 
 def plan_loop(options: LoopOptions, ledger: Ledger) -> LoopPlan:
     """Raises as `loop` does where server, capture file or model cannot be read."""
+    settled = options.distillation_settled()
     captured = Captured.of(options.capture_path, server_version(options))
     left = read_json(options.workdir / ROUND)
     config, tokens = options.config, captured.completion_tokens + captured.prompt_tokens
-    settled = DistillOptions(
-        data=options.workdir,
-        hot_vocab=options.workdir,
-        preset=options.chosen_preset,
-        widths=options.widths,
-        steps=options.steps,
-        ce_steps=options.ce_steps,
-        tokens_per_step=options.tokens_per_step,
-    ).settled(config)
     student = _parameters(settled.architecture(config, options.rows), options)
     trunk = sum(file.stat().st_size for file in options.directory.glob("*.safetensors")) // 2  # bfloat16, as published
     steps = (settled.steps or 0) + (settled.ce_steps or 0)

@@ -19,6 +19,7 @@ from capture.export_npz import export_npz
 from capture.server import Server, Version
 from capture.store import Store, default_path
 from training.data import find_shards
+from training.distillation.options import DistillOptions
 from training.errors import TrainingError
 from training.hot_vocab import build as build_hot_vocab
 from training.learning import figures_of
@@ -30,7 +31,19 @@ from training.stages import Done, Stage, code_of, perform, write_json
 Report = Callable[[str, int, int], None]
 
 MOST_HOT_ROWS = 32_768
-_MODEL_CODE = ("backend/models/*.py", "backend/ops/*.py", "backend/engine/*.py", "backend/drafters/*.py")
+_MODEL = ("backend/models/*.py", "backend/ops/*.py", "backend/engine/*.py", "backend/drafters/*.py")
+_FORCED = (*_MODEL, "training/data.py", "training/forced.py", "training/mapped.py")
+_EXTRACT = ("training/extract.py", "training/force.py", "training/shards.py", "training/agreement.py")
+_DISTILL = ("distill", "distillation/*", "losses", "recursion", "student", "target_files", "repetition")
+CODE: Mapping[str, tuple[str, ...]] = {
+    "export": ("capture/*.py",),
+    "hot-vocab": ("training/hot_vocab.py", "training/coverage.py", "training/data.py", "backend/text/tokenizer.py"),
+    "extract": (*_FORCED, *_EXTRACT),
+    "distill": (*_FORCED, *(f"training/{one}.py" for one in (*_DISTILL, "evaluate/walk", "evaluate/following"))),
+    "evaluate": (*_FORCED, "training/evaluate/*.py", "training/force.py", "training/repetition.py"),
+    "promote": ("training/promote.py", "training/gate.py", "training/traffic.py", "training/live_drafters.py"),
+}
+"""What each stage's outcome depends on, beside its inputs; globs as `code_of` has them."""
 
 
 class NotEnoughError(TrainingError):
@@ -93,6 +106,28 @@ class LoopOptions:
     @property
     def chosen_preset(self) -> str:
         return self.preset or ("sv" if self.rows >= MOST_HOT_ROWS else "sv-slim")
+
+    def distillation(self, data: Path, hot_vocab: Path, out: Path) -> DistillOptions:
+        asked = {name: getattr(self, name) for name in ("steps", "ce_steps", "alpha", "tokens_per_step")}
+        return DistillOptions(
+            data=data,
+            hot_vocab=hot_vocab,
+            out=out,
+            model=self.model,
+            preset=self.chosen_preset,
+            widths=self.widths,
+            slots=self.slots,
+            seed=self.seed,
+            device=self.device,
+            name=self.name,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+
+    def distillation_settled(self) -> DistillOptions:
+        """As a turn would train. Raises TrainingError for what cannot be, with no folder of a stage there yet."""
+        settled = self.distillation(self.workdir, self.workdir, self.workdir / "student").settled(self.config)
+        settled.architecture(self.config, self.rows)
+        return settled
 
 
 @dataclass(frozen=True)
@@ -179,7 +214,7 @@ class Stages:
             "capture": str(options.capture_path.resolve()),
             "captured": dict(captured),
             "weights": self._version.weights,
-            "code": code_of("capture/*.py"),
+            "code": code_of(*CODE["export"]),
         }
         return Stage("export", inputs, run, keep=False)
 
@@ -198,7 +233,7 @@ class Stages:
             "export": dict(exported.outputs),
             "size": options.rows,
             "tokenizer": identity(options.directory / "tokenizer.json"),
-            "code": code_of("training/hot_vocab.py", "training/coverage.py", "training/data.py"),
+            "code": code_of(*CODE["hot-vocab"]),
         }
         return Stage("hot-vocab", inputs, run)
 
@@ -213,7 +248,7 @@ class Stages:
             "device": options.device,
             "dtype": options.dtype,
             "threads": options.threads,
-            "code": code_of(*_MODEL_CODE, "training/extract.py", "training/force*.py", "training/data.py"),
+            "code": code_of(*CODE["extract"]),
         }
 
         def run(folder: Path, entry: Entry) -> Sequence[Path]:
@@ -236,44 +271,26 @@ class Stages:
 
     def _distill(self, extracted: Done, hot: Done) -> Stage:
         from training.distill import distill
-        from training.distillation.options import DistillOptions
 
         options = self._options
         asked = {name: getattr(options, name) for name in ("steps", "ce_steps", "alpha", "tokens_per_step")}
-        chosen = {name: value for name, value in asked.items() if value is not None}
         inputs = {
             "extract": dict(extracted.outputs),
             "hot_vocab": dict(hot.outputs),
             "model": self._version.weights,
-            **chosen,
+            **{name: value for name, value in asked.items() if value is not None},
             "preset": options.chosen_preset,
             "widths": dict(options.widths),
             "slots": options.slots,
             "name": options.name,
             "device": options.device,
             "seed": options.seed,
-            "code": code_of(
-                *_MODEL_CODE,
-                *("training/distill.py", "training/distillation/*.py", "training/losses.py", "training/recursion.py"),
-                *("training/student.py", "training/evaluate/walk.py"),
-            ),
+            "code": code_of(*CODE["distill"]),
         }
 
         def run(folder: Path, entry: Entry) -> Sequence[Path]:
-            given = DistillOptions(
-                data=extracted.folder / "forced",
-                hot_vocab=hot.folder / "hot_vocab.safetensors",
-                out=folder / "student",
-                model=options.model,
-                preset=options.chosen_preset,
-                widths=options.widths,
-                slots=options.slots,
-                seed=options.seed,
-                device=options.device,
-                name=options.name,
-                **chosen,
-            )
-            made = distill(given, self._heard("distill"))
+            forced, ids = extracted.folder / "forced", hot.folder / "hot_vocab.safetensors"
+            made = distill(options.distillation(forced, ids, folder / "student"), self._heard("distill"))
             entry.figures, entry.fingerprints = figures_of(made)
             entry.seeds["distill"] = options.seed
             return [made / "model.safetensors", made / "config.json"]
@@ -293,7 +310,7 @@ class Stages:
             "dtype": options.dtype,
             "threads": options.threads,
             "seed": options.seed,
-            "code": code_of(*_MODEL_CODE, "training/evaluate/*.py", "training/force*.py", "training/data.py"),
+            "code": code_of(*CODE["evaluate"]),
         }
 
         def run(folder: Path, entry: Entry) -> Sequence[Path]:
@@ -345,7 +362,7 @@ class Stages:
             "server": options.server,
             "incumbent": incumbent,
             **{option: getattr(options, option) for option in asked},
-            "code": code_of("training/promote.py", "training/gate.py", "training/traffic.py"),
+            "code": code_of(*CODE["promote"]),
         }
 
         def run(folder: Path, entry: Entry) -> Sequence[Path]:

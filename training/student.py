@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from backend.models.config import ModelConfig
 from backend.models.draft_block import NativeBlock
 from backend.models.forms import CausalForm
 from backend.models.mtp import MTPBlock
@@ -80,6 +81,12 @@ def _native(config: StudentConfig, model: Qwen35) -> MTPBlock:
         raise ValueError("the model was loaded without its MTP block")
     if any(parameter.numel() == 0 for parameter in native.parameters()):
         raise ValueError("the model was made ready to decode with and has let its MTP block's weights go")
+    check_cut(config, target)
+    return native
+
+
+def check_cut(config: StudentConfig, target: ModelConfig) -> None:
+    """Raises ValueError for a student that is no cut of the model's MTP block."""
     groups = config.num_attention_heads // config.num_key_value_heads
     if (
         config.head_dim != target.head_dim
@@ -92,7 +99,6 @@ def _native(config: StudentConfig, model: Qwen35) -> MTPBlock:
             f"and {config.intermediate_size} columns is no cut of the model's block ({target.num_attention_heads} over "
             f"{target.num_key_value_heads} of {target.head_dim}, {target.intermediate_size} columns)"
         )
-    return native
 
 
 def _second_moments(model: Qwen35, native: MTPBlock, calibration: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

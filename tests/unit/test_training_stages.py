@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -14,7 +15,28 @@ import pytest
 
 from training.errors import TrainingError
 from training.ledger import Entry, Ledger
-from training.stages import MARKER, Done, Stage, code_of, locked, perform, write_json
+from training.loop_stages import CODE
+from training.stages import MARKER, ROOT, Done, Stage, code_of, locked, perform, write_json
+
+RUNS = {
+    "export": "capture/export_npz.py",
+    "hot-vocab": "training/hot_vocab.py",
+    "extract": "training/extract.py",
+    "distill": "training/distill.py",
+    "evaluate": "training/evaluate/evaluation.py",
+    "promote": "training/promote.py",
+}
+# What a stage only reads and checks files with, or tells by: loading, texts, errors, the ledger; earlier stages' files.
+_AROUND = ("training/errors.py", "training/ledger.py", "backend/interface.py", "backend/loading.py", "backend/text/")
+_BACKEND = (*_AROUND, "backend/free_memory.py", "capture/")
+SHAPES_NOTHING = {
+    "export": _AROUND,
+    "hot-vocab": ("backend/", "capture/", *_AROUND),
+    "extract": _BACKEND,
+    "distill": _BACKEND,
+    "evaluate": _BACKEND,
+    "promote": ("backend/", "capture/", *_AROUND),
+}
 
 
 class Work:
@@ -167,6 +189,40 @@ def test_code_is_known_by_its_files() -> None:
     assert code_of("training/stages.py") != code_of("training/ledger.py")
     with pytest.raises(ValueError, match="no source file"):
         code_of("training/none*.py")
+
+
+@pytest.mark.parametrize("stage", list(CODE))
+def test_a_stage_is_anew_when_any_code_it_runs_is_changed(stage: str) -> None:
+    """All that its module imports, and what that imports, but for what shapes nothing that it makes."""
+    named = {path.relative_to(ROOT).as_posix() for pattern in CODE[stage] for path in ROOT.glob(pattern)}
+    run = imported(RUNS[stage])
+    assert RUNS[stage] in run
+    assert sorted(path for path in run - named if not path.startswith(SHAPES_NOTHING[stage])) == []
+    own = [pattern for pattern in CODE[stage] if pattern.startswith("training/") and "*" not in pattern]
+    assert [path for path in own if path not in run] == [], "named, but not run"
+
+
+def imported(module: str) -> set[str]:
+    """Files of the packages that run with this one, itself included: type checkers' imports are none."""
+    found, left = set[str](), [module]
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        nodes = [ast.parse((ROOT / path).read_text(encoding="utf-8"))]
+        names: list[str] = []
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+            if isinstance(node, ast.Import):
+                names += [one.name for one in node.names]
+            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+                nodes += ast.iter_child_nodes(node)
+        files = [name.replace(".", "/") + ".py" for name in names]
+        left += [file for file in files if (ROOT / file).is_file()]
+    return found
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:

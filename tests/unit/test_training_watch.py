@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.servers import AppServer, running_app
 from training.errors import TrainingError
 from training.ledger import Ledger
 from training.loop import ROUND, Captured, loop, watch
+from training.loop_plan import plan_loop
 from training.loop_stages import LoopOptions
 from training.stages import read_json, write_json
 
@@ -114,3 +116,36 @@ def _version(server: AppServer) -> Any:
 
     with Server(server.url) as asked:
         return asked.version()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"name": "a b"}, "'a b' cannot be a drafter's name"),
+        ({"name": "../a"}, "cannot be a drafter's name"),
+        ({"name": "a" * 65}, "cannot be a drafter's name"),
+        ({"name": "mtp"}, "a student cannot be named 'mtp'"),
+        ({"preset": "huge"}, "no such student: .*huge"),
+        ({"widths": {"d_inner": "wide"}}, "no such student: d_inner"),
+        ({"widths": {"depth": 2}}, "no such student: depth"),
+        ({"widths": {"hot_rows": 2}}, "no such student: hot_rows"),
+        ({"widths": {"intermediate_size": 10**6}}, "no such student: .* is no cut of the model's block"),
+        ({"steps": 0, "ce_steps": 0}, "at least one step"),
+        ({"alpha": 2.0}, "alpha is 2.0, expected 0 to 1"),
+    ],
+    ids=str,
+)
+def test_what_distillation_would_refuse_is_refused_before_anything_is_made(
+    tmp_path: Path, asked: dict[str, Any], said: str
+) -> None:
+    """Nor is a server asked: there is none."""
+    options = replace(LoopOptions("http://127.0.0.1:9", tmp_path / "work", capture=tmp_path / "c.db"), **asked)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for refusing in (
+        lambda: loop(options, ledger),
+        lambda: plan_loop(options, ledger),
+        lambda: watch(options, 1, 0.0, lambda: pytest.fail("a turn was taken")),
+    ):
+        with pytest.raises(TrainingError, match=said):
+            refusing()
+    assert list(tmp_path.iterdir()) == []

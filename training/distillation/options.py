@@ -16,7 +16,7 @@ from backend.models.student import PRESETS, StudentConfig
 from training.distillation.schedule import Schedule
 from training.distillation.state import Resume
 from training.errors import TrainingError
-from training.student import How
+from training.student import How, check_cut
 
 _SMALL = 512  # hidden size below which a model is trained on a CPU in minutes
 # What changes where a run's files are, how often, and on what it is run, but not what is computed.
@@ -96,7 +96,9 @@ class DistillOptions:
             raise TrainingError(f"no such student: {' and '.join(given)} follow from the model and the hot vocabulary")
         try:
             preset = StudentConfig.preset(self.preset, config, hot_rows)
-            return StudentConfig(**{**preset.model_dump(), **self.widths})
+            student = StudentConfig(**{**preset.model_dump(), **self.widths})
+            check_cut(student, config)
+            return student
         except ValidationError as error:
             told = "; ".join(" ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors())
             raise TrainingError(f"no such student: {told}") from None
