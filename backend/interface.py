@@ -382,7 +382,10 @@ class ChatBackend(Protocol):
         """
 
     async def unload_drafter(self, name: str) -> None:
-        """Let a drafter go, at once or after the last sequence that has it. Raises InvalidRequest."""
+        """Let a drafter go that `load_drafter` brought, at once or after the last sequence that has it.
+
+        Raises InvalidRequest for any other, as for one that is active or a canary.
+        """
 
     def promote(self, drafter: str, canary: float | None = None) -> None:
         """Make a loaded drafter, or "none", the default of the requests that come from now on.

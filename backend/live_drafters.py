@@ -139,6 +139,13 @@ class LiveDrafters:
             what = "It drafts nothing" if drafter is None else f"{name!r} is the {state} drafter"
             raise InvalidRequest(f"{what}: it cannot be unloaded.", param="drafter", code="drafter_in_use")
         live = self._live[name]
+        if not live.came:
+            raise InvalidRequest(
+                f"The server was started with {name!r}, and nothing but another start would bring it back: "
+                "only what was loaded over the API can be unloaded.",
+                param="drafter",
+                code="drafter_of_start",
+            )
         self._leave(live)
         if live.release:
             await asyncio.shield(live.release)

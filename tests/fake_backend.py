@@ -118,6 +118,7 @@ class FakeBackend:
 
     def __post_init__(self) -> None:
         self.default = DefaultDrafter(self.drafters[0])
+        self.came: set[str] = set()  # drafters that were loaded over the API
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_delay)
@@ -217,6 +218,7 @@ class FakeBackend:
         if name in self._states():
             raise InvalidRequest(f"There is a drafter {name!r} already.", param="name", code="name_taken")
         self.drafters = (*self.drafters, name)
+        self.came.add(name)
         tried = {
             "drafter": name,
             "steps": 10,
@@ -232,6 +234,9 @@ class FakeBackend:
     async def unload_drafter(self, name: str) -> None:
         if self._states()[name] in ("active", "canary") or name == "none":
             raise InvalidRequest(f"{name!r} cannot be unloaded.", param="drafter", code="drafter_in_use")
+        if name not in self.came:
+            raise InvalidRequest(f"The server was started with {name!r}.", param="drafter", code="drafter_of_start")
+        self.came.remove(name)
         self.default.forget(name)
         self.drafters = tuple(one for one in self.drafters if one != name)
 

@@ -59,7 +59,7 @@ async def roll_back_drafter(request: Request) -> Drafters:
 
 @router.delete("/{name}")
 async def unload_drafter(request: Request, name: str) -> Drafters:
-    """Let a drafter go, which is not the active one: at once, or after the last sequence that has it."""
+    """Let a drafter go that was loaded here and is not active: at once, or after the last sequence that has it."""
     service = _service(request)
     if not any(one.name == name and one.state != "retiring" for one in _all(service).drafters):
         raise ApiError(404, f"There is no drafter '{name}' here.", param="drafter", code="drafter_not_found")

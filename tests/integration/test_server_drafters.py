@@ -268,8 +268,10 @@ def test_what_is_in_use_stays_and_what_is_not_there_cannot_go(serve):
         assert refused(server.http.delete(f"{DRAFTERS}/{name}"), 400)["code"] == "drafter_in_use"
     assert refused(server.http.delete(f"{DRAFTERS}/other"), 404)["code"] == "drafter_not_found"
     roll_back(server)
-    told = server.http.delete(f"{DRAFTERS}/prediction").json()
-    assert [one["name"] for one in told["drafters"]] == ["mtp", "none"]
+    assert refused(server.http.delete(f"{DRAFTERS}/prediction"), 400)["code"] == "drafter_of_start"
+    load(server, "new")
+    told = server.http.delete(f"{DRAFTERS}/new").json()
+    assert [one["name"] for one in told["drafters"]] == ["mtp", "prediction", "none"]
 
 
 def test_metrics_tell_each_drafters_own_steps(serve):

@@ -416,6 +416,31 @@ def test_the_active_one_and_none_cannot_be_unloaded(backend, run):
             run(backend.unload_drafter(name))
 
 
+def test_what_the_server_was_started_with_cannot_be_unloaded(run, shelf):
+    """Whatever its kind, and in whatever role it has no requests: the API could not bring it back."""
+
+    async def life() -> None:
+        further = ("prediction", f"student:{shelf / 'whole'}")
+        async with serving(shelf, further_drafters=further) as backend:
+            backend.promote("prediction")
+            await load(backend, "wild", at_least=0)
+            before = states(backend)
+            assert (before["mtp"], before["prediction"], before["whole"]) == ("previous", "active", "loaded")
+            for name, code in (
+                ("mtp", "drafter_of_start"),
+                ("whole", "drafter_of_start"),
+                ("prediction", "drafter_in_use"),
+            ):
+                with pytest.raises(InvalidRequest) as refused:
+                    await backend.unload_drafter(name)
+                assert (refused.value.param, refused.value.code) == ("drafter", code)
+            assert states(backend) == before
+            await backend.unload_drafter("wild")
+            assert states(backend) == {name: state for name, state in before.items() if name != "wild"}
+
+    run(life())
+
+
 def test_the_previous_one_can_and_is_not_gone_back_to(backend, run):
     run(load(backend, "whole", "a"))
     run(promote(backend, "a"))
