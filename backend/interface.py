@@ -382,10 +382,7 @@ class ChatBackend(Protocol):
         """
 
     async def unload_drafter(self, name: str) -> None:
-        """Let a drafter go that `load_drafter` brought, at once or after the last sequence that has it.
-
-        Raises InvalidRequest for any other, as for one that is active or a canary.
-        """
+        """Let a drafter go that `load_drafter` brought, at once or after its last sequence. Raises InvalidRequest."""
 
     def promote(self, drafter: str, canary: float | None = None) -> None:
         """Make a loaded drafter, or "none", the default of the requests that come from now on.

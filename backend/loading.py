@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from backend.engine.probe import ProbeReport, probe, settle
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import Speculation
+from backend.free_memory import free_bytes
 from backend.interface import BackendError, Fingerprints
 from backend.models.config import ModelConfig
 from backend.models.hub import resolve_model
@@ -187,7 +187,7 @@ def _memory(runner: Runner, options: LocalOptions, drafters: Iterable[Drafter]) 
     # Drafters of one block share its keys and values.
     blocks = {one.block: one.draft_block for one in drafters if isinstance(one, RecursiveDrafter)}
     page = page_bytes(config, runner.dtype, [(block.kv_heads, block.head_dim) for block in blocks.values()])
-    budget = _free_bytes(runner.device) if options.kv_memory is None else int(options.kv_memory * GIB)
+    budget = _share_of_free(runner.device) if options.kv_memory is None else int(options.kv_memory * GIB)
     left = budget - state * slots
     snapshots = int(left * _SNAPSHOT_SHARE) if options.prefix_cache else 0
     pages = min((left - snapshots) // page, 2 * slots * pages_for(longest + MAX_ROWS))
@@ -200,10 +200,11 @@ def _memory(runner: Runner, options: LocalOptions, drafters: Iterable[Drafter]) 
     return Memory(config, pages, slots, runner.device, runner.dtype), snapshots
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE_OF_GPU)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _FREE_SHARE)
+def _share_of_free(device: torch.device) -> int:
+    free = free_bytes(device)
+    if free is None:
+        raise BackendError("this system does not tell how much memory is free: --kv-memory says how many GiB to take")
+    return int(free * (_FREE_SHARE_OF_GPU if device.type == "cuda" else _FREE_SHARE))
 
 
 def _default_threads(config: ModelConfig) -> int:

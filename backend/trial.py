@@ -27,6 +27,7 @@ from backend.engine.scheduler import Scheduler
 from backend.engine.sequence import Emission, Sequence
 from backend.engine.speculation import Speculation
 from backend.engine.statistics import SpeculationCounts
+from backend.free_memory import free_bytes
 from backend.interface import BackendError, BackendUnavailable, DrafterStats, GenerationFailed, InvalidRequest
 from backend.loading import GIB, Loaded
 from backend.models.student import StudentBlock
@@ -199,7 +200,7 @@ def _room(memory: Memory, student: Student) -> KeyValuePages | None:
         return None
     block: StudentBlock = student.block
     needed, free = memory.block_bytes(block.kv_heads, block.head_dim), free_bytes(block.d2t.device)
-    if needed > free:
+    if free is not None and needed > free:  # else it is tried
         raise InvalidRequest(
             f"{student.name} needs {needed / GIB:.3f} GiB for its keys and values, {free / GIB:.3f} GiB are free: "
             "a smaller --kv-memory would leave more.",
@@ -207,12 +208,3 @@ def _room(memory: Memory, student: Student) -> KeyValuePages | None:
             code="not_enough_memory",
         )
     return memory.new_block(block.kv_heads, block.head_dim)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that could be had now."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return int(told["MemAvailable"].split()[0]) * 1024

@@ -213,6 +213,11 @@ def test_no_room_for_its_keys_is_one_clear_error(backend, run, monkeypatch):
     assert pools(backend) == 1
 
 
+def test_where_nothing_tells_what_is_free_it_is_tried(backend, run, monkeypatch):
+    monkeypatch.setattr(trial, "free_bytes", lambda device: None)
+    assert run(load(backend, "whole"))["state"] == "loaded"
+
+
 @pytest.mark.parametrize("at", ["load_student", "_room", "settle", "_prompts"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_memory_that_ends_while_it_is_loaded_or_tried_is_one_clear_error(backend, run, monkeypatch, at, error):
