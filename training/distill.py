@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from backend.drafters.hot_vocab import HotVocab
 from backend.drafters.recursive import RecursiveDrafter
-from backend.drafters.student import StudentHeader, Target, save_student
+from backend.drafters.student import HEADER, WEIGHTS, StudentHeader, Target, save_student
 from backend.models.draft_block import DraftBlock, NativeBlock
 from backend.models.fingerprint import hash_ids
 from backend.models.hub import resolve_model
@@ -54,7 +54,7 @@ __all__ = ["DistillOptions", "Plan", "distill", "plan"]
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
 
-LOG, LAST, NATIVE_FILE = "log.jsonl", "last", "mtp.safetensors"
+LOG, LAST, NATIVE_FILE, FACTS = "log.jsonl", "last", "mtp.safetensors", "training.json"
 _CALIBRATION_TOKENS = 50_000
 _MOST_SKIPPED = 20  # steps in a row
 
@@ -66,8 +66,9 @@ def distill(options: DistillOptions, report: Report = lambda doing, done, total:
     target "mtp" the checkpoint is mtp.safetensors. Under torchrun every process is to call this.
 
     Raises TrainingError and BackendError in one line for inputs that do not fit together, for a directory that holds
-    another run, and for a run that diverges.
+    another run or the other target's checkpoint, and for a run that diverges.
     """
+    _check_place(options)
     with join(options.device) as world:
         run = _Run(options, world, report)
         try:
@@ -79,9 +80,19 @@ def distill(options: DistillOptions, report: Report = lambda doing, done, total:
 
 
 def plan(options: DistillOptions) -> Plan:
-    """What `distill` would do, and what it takes: nothing is trained or written."""
+    """What `distill` would do, and what it takes: nothing is trained or written. Raises as it does."""
+    _check_place(options)
     with join(options.device) as world:
         return _Run(options, world, lambda doing, done, total: None).plan
+
+
+def _check_place(options: DistillOptions) -> None:
+    """One directory is one checkpoint: beside another, nobody could tell which of the two a file belongs to."""
+    others, what = (
+        ((WEIGHTS, HEADER), "a student") if options.target == "mtp" else ((NATIVE_FILE, FACTS), "an MTP block")
+    )
+    if found := [name for name in others if (options.out / name).exists()]:
+        raise TrainingError(f"{options.out} holds {what} already ({', '.join(found)}): give another --out")
 
 
 class _Run:
@@ -349,7 +360,7 @@ class _Run:
             save_native(out / NATIVE_FILE, block.mtp, torch.bfloat16)
             header = {"target": self._target.model_dump(), "training": told, "evaluation": evaluation}
             text = json.dumps(header, indent=2) + "\n"
-            put_down(out / "training.json", lambda file: file.write(text.encode()))
+            put_down(out / FACTS, lambda file: file.write(text.encode()))
             return
         student = block.student.to(torch.bfloat16)
         header_of = StudentHeader.of(student, self._target, self._options.name, told, evaluation)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,6 +329,28 @@ def test_what_cannot_be_is_refused_in_one_line(
         distill(replace(options, **({"out": tmp_path / "out"} | changes)))  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "held"),
+    [
+        ("mtp", "config.json"),
+        ("mtp", "model.safetensors"),
+        ("student", "training.json"),
+        ("student", "mtp.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "must", "never"])
+def test_a_directory_of_the_other_target_is_refused_before_anything_is_read(
+    options: DistillOptions, tmp_path: Path, target: Any, held: str, resume: Any
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / held).write_text("theirs")
+    given = replace(options, target=target, out=tmp_path / "out", resume=resume, model=str(tmp_path / "none"))
+    for refusing in (distill, plan):
+        with pytest.raises(TrainingError, match=rf"out holds an? [^\n]* already \({held}\): give another --out$"):
+            refusing(given)
+    assert [(one.name, one.read_text()) for one in (tmp_path / "out").iterdir()] == [(held, "theirs")]
 
 
 def test_a_teacher_is_the_trunk_and_the_native_chain_weighed_by_what_the_head_can_propose(
