@@ -28,7 +28,7 @@ def test_it_tells_what_runs_and_how_the_service_is(serve_process):
         "POST", CHAT, json={"messages": [{"role": "user", "content": content}], "stream": True}
     ) as response:
         line = next(line for line in response.iter_lines() if line)
-        (running,) = server.http.get(ENGINE).json()["running"]
+        (running,) = eventually(lambda: server.http.get(ENGINE).json()["running"])
         assert f"chatcmpl-{running}" in line
     eventually(lambda: server.http.get(ENGINE).json()["running"] == [])
 
