@@ -36,10 +36,12 @@ from training.evaluate.evaluation import EvaluateOptions, Evaluation, Row, evalu
 from training.evaluate.figures import Figure
 from training.extract import ExtractOptions, extract
 from training.hot_vocab import build
+from training.learning import figures_of
+from training.ledger import Ledger
 
 MODEL = "tiny"
 # Under 0.30 of the native head's reads: of its 4,096 rows nearly all that answers use, at a width that pays for them.
-WIDTHS = ("d_inner=112", "intermediate_size=264")
+WIDTHS = ("d_inner=128", "intermediate_size=256")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Workplace:
         written.write_text(told)
         directory = resolve_model(MODEL)
         self._tokenizer = ChatTokenizer.load(directory)
+        self.ledger = Ledger.beside(place / "plan.json")
         self._weights = load_model(directory, torch.device("cpu"), torch.bfloat16, with_mtp=False).weights
 
     @property
@@ -140,7 +143,10 @@ class Workplace:
         if recipe.ce_alone:  # as many steps, from the rate that distillation begins with
             options = replace(options, steps=0, ce_steps=steps + ce_steps, ce_lr=self.plan.lr)
         began = time.monotonic()
-        distill(options, self._report(f"{recipe.name}, seed {seed}"))
+        with self.ledger.run("distill", options, [options.data]) as entry:
+            distill(options, self._report(f"{recipe.name}, seed {seed}"))
+            entry.figures, entry.fingerprints = figures_of(out)
+            entry.seeds = {"seed": seed}
         self._done(recipe, seed).write_text(json.dumps({"seconds": time.monotonic() - began}) + "\n")
         return out
 
@@ -238,15 +244,15 @@ def _told(figure: dict[str, Any]) -> str:
 
 def main(
     workdir: Annotated[Path, typer.Option(help="Where everything made is kept, and found again.")],
-    prompts: Annotated[int, typer.Option(min=40, help="Answers to capture; a tenth of them is held out.")] = 2000,
-    hot: Annotated[int, typer.Option(min=64, help="Ids of the students' output heads.")] = 2900,
+    prompts: Annotated[int, typer.Option(min=40, help="Answers to capture; a tenth of them is held out.")] = 8000,
+    hot: Annotated[int, typer.Option(min=64, help="Ids of the students' output heads.")] = 2500,
     preset: Annotated[str, typer.Option(help="sv or sv-slim.")] = "sv-slim",
     width: Annotated[
         list[str] | None,
         typer.Option(help=f"NAME=N, in place of the preset's; again for each. {' and '.join(WIDTHS)} unless given."),
     ] = None,
     lr: Annotated[float, typer.Option(help="That KD begins with.")] = 2e-3,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of KD.")] = 640,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of KD.")] = 500,
     ce_steps: Annotated[int, typer.Option(min=0, help="Steps of CE after them.")] = 60,
     seeds: Annotated[int, typer.Option(min=1, help="Students of each recipe.")] = 3,
     slots: Annotated[int, typer.Option(min=1, max=8, help="Draft tokens a step when judged.")] = 4,
@@ -279,6 +285,8 @@ def main(
     if not judged:
         raise typer.BadParameter(f"{minutes} minutes were not enough for any student: run again with the same workdir")
     rows = summary([rows for _, rows in judged])
+    with work.ledger.run("learning", plan) as entry:
+        entry.figures = {"drafters": rows}
     console.print(table(rows, judged[0][0]))
     if missing:
         console.print(f"{missing} students are yet to be made: run again with the same --workdir")
