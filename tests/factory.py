@@ -87,6 +87,22 @@ WIDTHS_08B = Shape(
 )
 
 
+BLOCK = ("linear", "linear", "linear", "full")
+NINE_B = Shape(
+    vocab=248_320,
+    hidden=4096,
+    intermediate=12_288,
+    layers=BLOCK * 8,
+    heads=16,
+    kv_heads=4,
+    head_dim=256,
+    k_heads=16,
+    v_heads=32,
+    linear_dim=128,
+    tied=False,
+)
+
+
 def build(shape: Shape) -> Qwen35:
     """A float32 model with random weights in which every parameter matters (norms and decays are not at identity)."""
     model = Qwen35(ModelConfig.from_dict(shape.config()), with_mtp=shape.mtp)

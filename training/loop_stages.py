@@ -31,7 +31,7 @@ from training.stages import Done, Stage, code_of, perform, write_json
 Report = Callable[[str, int, int], None]
 
 MOST_HOT_ROWS = 32_768
-_MODEL = ("backend/models/*.py", "backend/ops/*.py", "backend/engine/*.py", "backend/drafters/*.py")
+_MODEL = (*(f"backend/{folder}/*.py" for folder in ("models", "ops", "engine", "drafters")), "backend/whole_file.py")
 _FORCED = (*_MODEL, "training/data.py", "training/forced.py", "training/mapped.py")
 _EXTRACT = ("training/extract.py", "training/force.py", "training/shards.py", "training/agreement.py")
 _DISTILL = ("distill", "distillation/*", "losses", "recursion", "student", "target_files", "repetition")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backend.whole_file import replace_whole
 from training.errors import TrainingError
 from training.ledger import Entry, Ledger, identity, plain
 
@@ -107,18 +108,11 @@ def code_of(*patterns: str) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """The file as a whole or not at all. Raises TrainingError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    text = json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(plain(value), file, indent=2, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise TrainingError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

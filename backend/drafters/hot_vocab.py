@@ -5,7 +5,6 @@ Defines the file's format for writer and reader; knows nothing of how ids are ch
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from backend.interface import BackendError
 from backend.models.draft_block import NativeBlock
 from backend.models.fingerprint import hash_ids
 from backend.models.qwen3_5 import Qwen35
+from backend.whole_file import replace_whole
 
 FORMAT_VERSION: Literal[1] = 1
 # One entry, because safetensors writes several in an order that changes from run to run.
@@ -142,16 +142,10 @@ class HotVocab:
         """Write the file whole or not at all; equal contents give equal bytes. Raises BackendError."""
         tensors = {"d2t": self.d2t.cpu().contiguous(), "counts": self.counts.cpu().contiguous()}
         content = save(tensors, metadata={_METADATA: self.header.model_dump_json()})
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            replace_whole(path, lambda temporary: temporary.write_bytes(content))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise BackendError(f"cannot write the hot vocabulary {path}: {error.strerror or error}") from error
 
 

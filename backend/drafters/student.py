@@ -5,9 +5,7 @@ Defines the format for writer and reader. Knows nothing of how a student is trai
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +22,7 @@ from backend.interface import BackendError
 from backend.models.fingerprint import combine, hash_ids, hash_tensor
 from backend.models.qwen3_5 import Qwen35
 from backend.models.student import StudentBlock, StudentConfig
+from backend.whole_file import replace_whole
 
 FORMAT_VERSION: Literal[1] = 1
 MODEL_TYPE: Literal["studentsv"] = "studentsv"
@@ -143,9 +142,9 @@ def save_student(directory: Path, block: StudentBlock, header: StudentHeader) ->
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # One entry of metadata: several are written in an order that changes from run to run.
-        _replace(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        replace_whole(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         text = header.model_dump_json(indent=2) + "\n"
-        _replace(directory / HEADER, lambda path: path.write_text(text, encoding="utf-8"))
+        replace_whole(directory / HEADER, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, SafetensorError) as error:
         raise BackendError(f"cannot write the student {directory}: {_one_line(error)}") from error
 
@@ -191,23 +190,6 @@ def _weights(block: StudentBlock) -> dict[str, Tensor]:
 
 def _weights_hash(tensors: dict[str, Tensor]) -> str:
     return combine({name: hash_tensor(tensor) for name, tensor in tensors.items()})
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """What `write` puts into a file, in the place of `path` once it is on the disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_header(directory: Path) -> StudentHeader:

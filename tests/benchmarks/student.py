@@ -38,28 +38,15 @@ from backend.models.qwen3_5 import Qwen35
 from backend.models.student import PRESETS, StudentBlock, StudentConfig
 from tests.benchmarks.auto import Script, Scripted
 from tests.decoding import Job, Request, make_loop
-from tests.factory import WIDTHS_08B, Shape
+from tests.factory import BLOCK, NINE_B, WIDTHS_08B, Shape
 
 Way = tuple[str, int]  # drafter, K
 Survival = dict[str, tuple[float, ...]]  # surv_0 … of each drafter
 PLAIN: Way = ("none", 0)
 
-BLOCK = ("linear", "linear", "linear", "full")
 SHAPES = {
     "0.8b": replace(WIDTHS_08B, vocab=248_320, layers=BLOCK * 6),
-    "9b": Shape(
-        vocab=248_320,
-        hidden=4096,
-        intermediate=12_288,
-        layers=BLOCK * 8,
-        heads=16,
-        kv_heads=4,
-        head_dim=256,
-        k_heads=16,
-        v_heads=32,
-        linear_dim=128,
-        tied=False,
-    ),
+    "9b": NINE_B,
 }
 # surv_0 … surv_3 on the bundled model's own held-out greedy answers (114 documents): the native head whole and cut to
 # 2,048 of 4,096 ids, and an sv-slim of 2,900 rows and d_inner 112 (0.286 of the native head's reads) after 80 seconds

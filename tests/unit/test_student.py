@@ -19,21 +19,7 @@ from backend.models.student import StudentBlock, StudentConfig
 from tests import factory
 
 SHAPE = factory.Shape()
-NINE_B = ModelConfig.from_dict(
-    factory.Shape(
-        vocab=248320,
-        hidden=4096,
-        intermediate=12288,
-        layers=("linear", "linear", "linear", "full") * 8,
-        heads=16,
-        kv_heads=4,
-        head_dim=256,
-        k_heads=16,
-        v_heads=32,
-        linear_dim=128,
-        tied=False,
-    ).config()
-)
+NINE_B = ModelConfig.from_dict(factory.NINE_B.config())
 
 
 def copied(model: Qwen35) -> StudentBlock:

@@ -9,7 +9,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from training.commands.promote import AdminKey, ApiKey, CaptureFile, MinGain, ServerUrl
+from training.commands.promote import (
+    AdminKey,
+    ApiKey,
+    Canary,
+    CaptureFile,
+    Concurrency,
+    MinGain,
+    Pairs,
+    Requests,
+    ServerUrl,
+    Wait,
+)
 from training.commands.terminal import LedgerPath, Model, progress, terminable
 from training.commands.widths import Widths, widths_of
 
@@ -41,12 +52,12 @@ def loop(
     name: Annotated[str, typer.Option(help="What the drafters are called, before their hash.")] = "student",
     max_gb: Annotated[float | None, typer.Option(min=0, help="Of hidden states on disk, at most.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=8, help="Draft tokens trained and judged.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Held-out captured requests to try it on, at most.")] = 64,
+    requests: Requests = 64,
     fewest: Annotated[int, typer.Option(min=1, help="Held-out documents below which nothing is trained.")] = 8,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 1,
-    canary: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests it has while on trial.")] = 0.5,
-    wait: Annotated[float, typer.Option(min=0.0, help="Seconds on trial with the server's own clients too.")] = 0.0,
-    pairs: Annotated[int, typer.Option(min=2, help="Blocks of all requests under each, in turn.")] = 6,
+    concurrency: Concurrency = 1,
+    canary: Canary = 0.5,
+    wait: Wait = 0.0,
+    pairs: Pairs = 6,
     min_gain: MinGain = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32, as the server's.")] = "auto",

@@ -30,6 +30,12 @@ MinGain = Annotated[
     float, typer.Option("--min-gain", min=0.0, help="What the ratio of speeds must exceed with its whole interval.")
 ]
 
+Requests = Annotated[int, typer.Option("--requests", min=1, help="Held-out captured requests to try it on, at most.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=1, max=256, help="Requests at a time.")]
+Canary = Annotated[float, typer.Option("--canary", min=0.01, max=1.0, help="Share of requests it has while on trial.")]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds on trial with the server's own clients too.")]
+Pairs = Annotated[int, typer.Option("--pairs", min=2, help="Blocks of all requests under each, in turn.")]
+
 
 def promote(
     server: ServerUrl,
@@ -41,12 +47,12 @@ def promote(
     capture: CaptureFile = None,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
-    requests: Annotated[int, typer.Option(min=1, help="Held-out captured requests to try it on, at most.")] = 64,
+    requests: Requests = 64,
     fewest: Annotated[int, typer.Option(min=1, help="Fewer than so many decide nothing.")] = 8,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 1,
-    canary: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of requests it has while on trial.")] = 0.5,
-    wait: Annotated[float, typer.Option(min=0.0, help="Seconds on trial with the server's own clients too.")] = 0.0,
-    pairs: Annotated[int, typer.Option(min=2, help="Blocks of all requests under each, in turn.")] = 6,
+    concurrency: Concurrency = 1,
+    canary: Canary = 0.5,
+    wait: Wait = 0.0,
+    pairs: Pairs = 6,
     min_gain: MinGain = 1.0,
     min_acceptance: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Of its first slot, below which the server refuses it.")

@@ -6,7 +6,6 @@ Order and noise are functions of seed and step, so the state needs no generator'
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from capture.export_folder import put_down
 from training.errors import TrainingError
 from training.forced import digest
 
@@ -40,20 +40,11 @@ class State:
 def write(directory: Path, state: State, identity: Mapping[str, Any]) -> None:
     """The state in place of the one before. `identity`: what must be equal for it to be continued."""
     file = directory / f"state-{state.step}.pt"
-    temporary = file.with_suffix(".tmp")
     try:
-        with temporary.open("wb") as out:
-            torch.save(vars(state), out)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
+        put_down(file, lambda out: torch.save(vars(state), out))
         told = {"file": file.name, "sha256": digest(file), "step": state.step, "identity": identity}
-        marker = directory / f"{MARKER}.tmp"
-        with marker.open("w", encoding="utf-8") as text:
-            json.dump(told, text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
-        marker.replace(directory / MARKER)
+        text = json.dumps(told, indent=1)
+        put_down(directory / MARKER, lambda out: out.write(text.encode()))
     except OSError as error:
         raise TrainingError(f"cannot write the state of the run to {directory}: {error.strerror or error}") from error
     for old in directory.glob("state-*.*"):
