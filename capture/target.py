@@ -9,6 +9,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from sqlite_utils import Database
@@ -40,7 +41,7 @@ LONG_LOG_BYTES = 32 << 20
 RESTART_SECONDS = 0.25
 RESTART_EVERY_SECONDS = 5.0
 # Written out: sqlite-utils' own insert asks for the table's columns and keys before every row, and each statement is
-# a turn in which this thread gives the interpreter away and waits for it.
+# a turn in which this thread gives the interpreter away and waits for it, and the engine's waits in its turn.
 INSERT = f"INSERT INTO generations ({', '.join(COLUMNS)}) VALUES ({', '.join(f':{name}' for name in COLUMNS)})"
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Target:
             self._db.close()
 
     def _use(self, db: Database) -> None:
+        db.conn.isolation_level = None  # a row that comes alone is a transaction by itself: one statement, not three
         _wait_at_most(db, SLICE_SECONDS)
         db.execute("PRAGMA wal_autocheckpoint = 0")  # the answers need not wait for it: `tidy` follows them
         db.execute("SELECT 1 FROM sqlite_master").fetchone()  # the log is there from the first read on
@@ -179,12 +181,13 @@ def passes(error: Exception) -> bool:
 
 def _insert(db: Database, rows: Sequence[Row], again: bool) -> dict[int, RecordError]:
     refused: dict[int, RecordError] = {}
-    with writing(db):
+    alone = len(rows) == 1
+    with nullcontext() if alone else writing(db):
         for i, row in enumerate(rows):
             try:
                 db.execute(INSERT, row)
             except Exception as error:
-                if passes(error) or not db.conn.in_transaction:
+                if passes(error) or not (alone or db.conn.in_transaction):
                     raise
                 if not (again and _stands(db, row)):
                     refused[i] = RecordError(f"generation {row['id']}: {error}")

@@ -180,10 +180,9 @@ class Generation:
             if result.upstream is None:
                 self._metrics.prefill_time.observe(result.timings.prompt_ms / 1000)
                 self._metrics.decode_time.observe(result.timings.predicted_ms / 1000)
-        await asyncio.gather(
-            self._recorder.record(self._origin, result),
-            *(self._recorder.record(self._origin.sibling(), sibling) for sibling in siblings),
-        )
+        rows = [self._recorder.record(self._origin, result)]
+        rows += [self._recorder.record(self._origin.sibling(), sibling) for sibling in siblings]
+        await (asyncio.gather(*rows) if siblings else rows[0])
         self._metrics.e2e_latency.observe(time.perf_counter() - self._origin.arrived)
         for one in (result, *siblings):
             self._metrics.requests.labels(one.finish_reason).inc()

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +41,7 @@ from tests.servers import CHAT, running_process, serve_command
 
 PROMPT, ANSWER = 400, 200  # tokens
 TEMPLATES = 64  # rows that differ in all but their ids
+OFF = "off"
 FORMATS = ("npz", "jsonl", "parquet")
 # Runs in a process of its own: the peak of its memory is the export's.
 EXPORT = """
@@ -118,48 +120,60 @@ def build(path: Path, count: int, prompt: int, answer: int) -> float:
 
 @app.command()
 def serve(
-    rounds: Size = 7, streams: Size = 8, requests: Annotated[int, typer.Option(min=1, help="Of one round.")] = 32,
+    restarts: Annotated[int, typer.Option(min=1, help="Of every server: two of one kind differ too.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each server.")] = 6,
+    streams: Size = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Of one round.")] = 32,
     tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 128,
     synchronous: Annotated[Literal["FULL", "NORMAL"], typer.Option(case_sensitive=False)] = "FULL",
-) -> None:  # fmt: skip
-    """Tokens a second, and CPU time a token, of a server that captures over those of one that does not."""
+) -> None:
+    """Tokens a second, and CPU time a token, of a server that captures over those of one that does not.
+
+    A second one that does not tells what a ratio of equals looks like here.
+    """
     body = {
         "messages": [{"role": "user", "content": "What is a list?"}],
         "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True,
     }  # fmt: skip
+    flags = ["--max-num-seqs", str(streams), "--draft-tokens", "3", "--capture-synchronous", synchronous]
+    command = serve_command(tiny(), *flags)
     rates: dict[str, list[float]] = defaultdict(list)
     costs: dict[str, list[float]] = defaultdict(list)  # CPU milliseconds per 1,000 tokens
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--max-num-seqs", str(streams), "--draft-tokens", "3", "--capture-synchronous", synchronous]
-        command = serve_command(tiny(), *flags)
-        with (
-            running_process(command, Path(folder) / "capture.db") as on,
-            running_process(command, Path("off")) as off,
-        ):
-            servers = {"on": on, "off": off}
+    rows = 0
+    for _ in track(range(restarts), "serving", console=console, transient=True):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+            files = {OFF: Path("off"), "off again": Path("off"), "on": Path(folder) / "capture.db"}
+            servers = {name: running.enter_context(running_process(command, file)) for name, file in files.items()}
             for server in servers.values():
                 asyncio.run(_rate(server.url, body, streams, streams))
-            for turn in track(range(rounds), "serving", console=console, transient=True):
-                for name in sorted(servers, reverse=bool(turn % 2)):
-                    server = servers[name]
-                    began = _cpu_seconds(server.process.pid)
-                    rates[name].append(asyncio.run(_rate(server.url, body, requests, streams)))
-                    costs[name].append(1e6 * (_cpu_seconds(server.process.pid) - began) / (requests * tokens))
-            rows = len(on.rows())
-    middle = {name: (statistics.median(rates[name]), statistics.median(costs[name])) for name in servers}
-    a_row = 1e3 * statistics.median(_each(costs, lambda on, off: on - off)) * tokens / 1e3
+            for turn in range(rounds):
+                for name in [*servers][turn % 3 :] + [*servers][: turn % 3]:
+                    pid = servers[name].process.pid
+                    began = _cpu_seconds(pid)
+                    rates[name].append(asyncio.run(_rate(servers[name].url, body, requests, streams)))
+                    costs[name].append(1e6 * (_cpu_seconds(pid) - began) / (requests * tokens))
+            rows += len(servers["on"].rows())
     _table(
-        f"{rounds} rounds of {requests} answers of {tokens} tokens, {streams} at a time, {synchronous}; {rows} rows",
-        ("capture", "tokens/s", "on / off", "CPU ms per 1,000 tokens", "on / off", "CPU µs a row"),
-        [("off", f"{middle['off'][0]:.0f}", "1", f"{middle['off'][1]:.1f}", "1", ""),
-         ("on", f"{middle['on'][0]:.0f}", _range(_each(rates, operator.truediv)),
-          f"{middle['on'][1]:.1f}", _range(_each(costs, operator.truediv)), f"{a_row:.0f}")],
-    )  # fmt: skip
+        f"{restarts} × {rounds} rounds of {requests} answers of {tokens} tokens, {streams} at a time, {synchronous}; "
+        f"{rows} rows",
+        ("capture", "tokens/s", "to off", "CPU ms per 1,000 tokens", "to off", "CPU µs a row"),
+        [
+            (
+                name,
+                f"{statistics.median(rates[name]):.0f}",
+                _range(_to_off(rates, name, operator.truediv)),
+                f"{statistics.median(costs[name]):.1f}",
+                _range(_to_off(costs, name, operator.truediv)),
+                f"{statistics.median(_to_off(costs, name, operator.sub)) * tokens:.0f}",
+            )
+            for name in servers
+        ],
+    )
 
 
-def _each(figures: dict[str, list[float]], compare: Callable[[float, float], float]) -> list[float]:
-    """Round by round, that with capture compared to that without."""
-    return [compare(on, off) for on, off in zip(figures["on"], figures["off"], strict=True)]
+def _to_off(figures: dict[str, list[float]], name: str, compare: Callable[[float, float], float]) -> list[float]:
+    """Round by round, compared to that of the server that does not capture."""
+    return [compare(one, off) for one, off in zip(figures[name], figures[OFF], strict=True)]
 
 
 def _cpu_seconds(pid: int) -> float:

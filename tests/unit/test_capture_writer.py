@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -521,33 +521,45 @@ def test_the_log_stays_short_although_reads_never_cease(path: Path, monkeypatch:
 
 
 def at_commit(writer: CaptureWriter, act: Callable[[], Any]) -> None:
-    """Act once, when the writer's connection is about to commit."""
+    """Act once, when the writer's connection is about to commit: a row that came alone commits by itself."""
     db = writer._target._db
     assert db is not None
+    began = False
 
     def on_statement(statement: str) -> None:
-        if statement == "COMMIT":
+        nonlocal began
+        began = began or statement.startswith("BEGIN")
+        if statement.startswith("COMMIT" if began else "INSERT INTO generations"):
             db.conn.set_trace_callback(None)
             act()
 
     db.conn.set_trace_callback(on_statement)
 
 
-def test_a_row_committed_to_a_file_that_was_moved_meanwhile_is_in_the_new_one_too(
-    writer: CaptureWriter, path: Path
+def commit_together(writer: CaptureWriter, names: Sequence[str]) -> None:
+    with writer._changed:  # so that it does not take the first before the last has come
+        rows = [writer.submit(generation(id=name)) for name in names]
+    for row in rows:
+        row.result(timeout=10)
+
+
+@pytest.mark.parametrize("names", [("torn",), ("torn", "apart")])
+def test_rows_committed_to_a_file_that_was_moved_meanwhile_are_in_the_new_one_too(
+    writer: CaptureWriter, path: Path, names: tuple[str, ...]
 ) -> None:
     at_commit(writer, lambda: path.replace(path.with_name("archive.db")))
-    writer.submit(generation(id="torn")).result(timeout=10)
-    assert ids(path) == {"torn"}
+    commit_together(writer, names)
+    assert ids(path) == ids(path.with_name("archive.db")) == set(names)
 
 
-def test_a_row_whose_commit_only_seemed_to_fail_is_written_once_and_not_lost(
-    writer: CaptureWriter, path: Path, events: Events
+@pytest.mark.parametrize("names", [("doubtful",), ("doubtful", "dubious")])
+def test_rows_whose_commit_only_seemed_to_fail_are_written_once_and_not_lost(
+    writer: CaptureWriter, path: Path, events: Events, names: tuple[str, ...]
 ) -> None:
     at_commit(writer, wal_path(path).unlink)
-    writer.submit(generation(id="doubtful")).result(timeout=10)
-    assert ids(path) == {"doubtful"}
-    assert events.commits == [1]
+    commit_together(writer, names)
+    assert ids(path) == set(names)
+    assert events.commits == [len(names)]
     assert [rows for _, rows in events.failures] == [0]
 
 
