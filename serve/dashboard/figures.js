@@ -9,6 +9,7 @@ const LATENCIES = { time_to_first_token: "first token", inter_token: "between to
 
 let points = [];
 const charts = new Map(); // by title
+const colours = new Map(); // by drafter, in order of first sight
 
 export function show(told) {
   if (told.history) points = told.history; // the moment told of is its last
@@ -101,7 +102,7 @@ function draw(drafting) {
   }
   if (drafting.length) {
     chart("τ over time", byId("charts"), { bottom: 1, top: 2, format: ratio, note: "1 + accepted / verify steps that drafted, over the 60 seconds before." })
-      .draw(drafting.map(({ name }, at) => line(name, at, (point) => point.drafters[name]?.length)));
+      .draw(drafting.map(({ name }) => line(name, colour(name), (point) => point.drafters[name]?.length)));
   }
   chart("Tokens per second", byId("charts"), { top: 10, format: String, note: "Generated in the 5 seconds before / 5." })
     .draw([line("tokens/s", 0, (point) => point.tokens_per_second)]);
@@ -116,6 +117,12 @@ function draw(drafting) {
 function chart(title, place, how) {
   if (!charts.has(title)) charts.set(title, new Chart(place, title, how));
   return charts.get(title);
+}
+
+// A drafter keeps its colour when another becomes the default and is told first.
+function colour(name) {
+  if (!colours.has(name)) colours.set(name, colours.size);
+  return colours.get(name);
 }
 
 function named(name, state, canary) {

@@ -371,6 +371,8 @@ def test_open_figures_beside_a_guarded_api_ask_for_a_key_with_the_first_question
 
 BUTTONS = "[...document.querySelectorAll('#promotion button')].map(b => b.textContent).join()"
 DEFAULT = "[...document.querySelectorAll('#drafters [data-row]')].map(r => r.cells[0].textContent).join()"
+COLOURS = """Object.fromEntries([...document.querySelectorAll('#charts [aria-label="τ over time"] ~ .legend span')]
+    .map(s => [s.textContent, s.className]))"""
 
 
 def test_the_operator_promotes_a_drafter_and_takes_it_back(serve, look):
@@ -378,11 +380,16 @@ def test_the_operator_promotes_a_drafter_and_takes_it_back(serve, look):
     page = look(server, width=390, height=800, mobile=True)
     page.until(f"{BUTTONS} === 'Promote prediction,Promote none'")
     assert page.do(DEFAULT) == "mtp (active),prediction"
+    server.chat()
+    page.until(f"{COLOURS}.mtp")
+    colour = page.do(COLOURS)["mtp"]
     page.click("#promotion [data-drafter=prediction]")
     page.until(f"{BUTTONS} === 'Promote mtp,Promote none,Roll back to mtp'")
     assert page.do(DEFAULT) == "prediction (active),mtp (previous)"
     server.chat()
     assert server.rows()[-1].drafter == "prediction"
+    page.until(f"{COLOURS}.prediction")
+    assert page.do(COLOURS)["mtp"] == colour != page.do(COLOURS)["prediction"]
     assert page.do("document.documentElement.scrollWidth") <= 390
     page.click("#promotion [data-action=rollback]")
     page.until(f"{BUTTONS} === 'Promote prediction,Promote none'")
