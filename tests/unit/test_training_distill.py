@@ -246,7 +246,7 @@ def test_two_processes_of_torchrun_train_as_one_does(options: DistillOptions, tm
         torch.testing.assert_close(two[name].float(), tensor.float(), rtol=1e-2, atol=1e-4)
     ours = [line for line in lines(alone) if line["step"] == 8 and "loss" in line]
     theirs = [line for line in lines(tmp_path / "two") if line["step"] == 8 and "loss" in line]
-    np.testing.assert_allclose(ours[0]["loss"], theirs[0]["loss"], rtol=1e-5)  # type: ignore[arg-type]
+    np.testing.assert_allclose(ours[0]["loss"], theirs[0]["loss"], rtol=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
