@@ -47,11 +47,15 @@ def fresh(folder: Path) -> Iterator[None]:
 def put_down(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file under a temporary name, and give it its own only when it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a disk that is full is not to stay so
+        temporary.unlink(missing_ok=True)
+        raise
     _sync(path.parent)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from training.distillation.plan import disk_bytes
 from training.ledger import Ledger, Run
 from training.loop import ROUND, Captured, server_version
 from training.loop_stages import LoopOptions
@@ -89,7 +90,7 @@ def plan_loop(options: LoopOptions, ledger: Ledger) -> LoopPlan:
         ),
         _estimate(
             "distill",
-            5 * 4 * student,
+            disk_bytes(student),
             runs,
             learned,
             "tokens_learned",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -109,6 +110,27 @@ def test_only_a_whole_state_of_the_same_run_is_continued(options: DistillOptions
         distill(run)
     (run.out / MARKER).unlink()  # as a kill leaves it between the state and its marker
     distill(run)
+
+
+@pytest.mark.parametrize("room", [50_000, 300_000, 500_000])  # torch has errors of its own, by where it ends
+def test_a_disk_that_is_full_is_one_line_and_the_last_whole_state_goes_on(
+    options: DistillOptions, tmp_path: Path, room: int
+) -> None:
+    run, limits = replace(options, out=tmp_path / "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(doing: str, done: int, total: int) -> None:
+        if done == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+
+    try:
+        with pytest.raises(TrainingError, match=rf"^cannot write the state of the run to {run.out}: File too large$"):
+            distill(run, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in run.out.iterdir()) == ["log.jsonl", "state-2.pt", "state.json"]
+    resumed = distill(replace(run, resume="must"))
+    straight = distill(replace(options, out=tmp_path / "straight"))
+    assert (straight / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
 
 
 def test_learning_raises_the_held_out_walk_and_the_checkpoint_says_what_serving_will_find(
@@ -293,6 +315,16 @@ def test_a_plan_says_what_it_takes_and_writes_nothing(
     assert ended.value.code == 2
     assert "needs a hot vocabulary" in capsys.readouterr().err
     assert not options.out.exists()
+
+
+def test_a_plan_says_how_much_disk_a_run_takes_at_the_most(options: DistillOptions, tmp_path: Path) -> None:
+    run = replace(options, out=tmp_path / "run")
+    told = plan(run).disk_bytes
+    distill(run)
+    (state,) = run.out.glob("state-*.pt")  # there are two while one is written
+    weights = [place / "model.safetensors" for place in (run.out, run.out / "last")]
+    taken = sum(path.stat().st_size for path in (state, state, *weights))
+    assert 0.9 * taken < told < 1.1 * taken
 
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(options: DistillOptions, tmp_path: Path) -> None:

@@ -157,12 +157,16 @@ def _print_plan(plan: LoopPlan) -> None:
         figures.add_row(name, value)
     stages = Table("stage", "disk", "time")
     for one in plan.stages:
-        how = "about" if one.measured else "at least"
-        taken = "seconds" if one.seconds is None else f"{how} {_time(one.seconds)}"
+        taken = "seconds" if one.seconds is None else _how(one.measured, one.seconds)
         stages.add_row(one.stage, f"{one.bytes / 1e6:,.1f} MB", taken)
-    stages.add_row("all", f"{plan.bytes / 1e6:,.1f} of {plan.free_bytes / 1e6:,.0f} MB free", _time(plan.seconds))
+    taken = _how(all(one.measured for one in plan.stages), plan.seconds)
+    stages.add_row("all", f"{plan.bytes / 1e6:,.1f} of {plan.free_bytes / 1e6:,.0f} MB free", taken)
     console = Console()
     console.print(figures, stages)
+
+
+def _how(measured: bool, seconds: float) -> str:
+    return f"{'about' if measured else 'at least'} {_time(seconds)}"
 
 
 def _time(seconds: float) -> str:

@@ -12,6 +12,8 @@ from training.distillation.world import World
 
 _FLOAT = 4
 _MASTERS = 6  # float32 copies of each parameter: weights, gradients, two moments, mean, best
+_KEPT = 5  # of them in a state: all but the gradients
+_CHECKPOINT = 2  # bytes of a parameter
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Plan:
     steps: int
     epochs: float
     state_bytes: int
+    disk_bytes: int
     frozen_bytes: int
     step_bytes: int
     processes: int
@@ -47,7 +50,7 @@ class Plan:
             ("memory: weights, gradients, moments, means", _megabytes(self.state_bytes)),
             ("memory: what stays as it is", _megabytes(self.frozen_bytes)),
             ("memory: one step, about", _megabytes(self.step_bytes)),
-            ("disk: checkpoints and one state", _megabytes(self.state_bytes + 2 * 2 * self.parameters)),
+            ("disk, at the most", _megabytes(self.disk_bytes)),
         ]
 
 
@@ -89,10 +92,16 @@ def plan_of(
         steps=total,
         epochs=total / len(batches),
         state_bytes=_MASTERS * _FLOAT * own,
+        disk_bytes=disk_bytes(own),
         frozen_bytes=frozen,
         step_bytes=activations + logits,
         processes=world.size,
     )
+
+
+def disk_bytes(parameters: int) -> int:
+    """Of a run at the most: two checkpoints, the best and the last, and while a state is written the one before it."""
+    return parameters * (2 * _CHECKPOINT + 2 * _KEPT * _FLOAT)
 
 
 def _megabytes(count: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from capture.export_folder import put_down
+from training.data import reason
 from training.errors import TrainingError
 from training.forced import digest
 
@@ -45,8 +46,12 @@ def write(directory: Path, state: State, identity: Mapping[str, Any]) -> None:
         told = {"file": file.name, "sha256": digest(file), "step": state.step, "identity": identity}
         text = json.dumps(told, indent=1)
         put_down(directory / MARKER, lambda out: out.write(text.encode()))
-    except OSError as error:
-        raise TrainingError(f"cannot write the state of the run to {directory}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:
+        # torch ends a file that it could not write with an error of its own, which that of the system led to.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise TrainingError(f"cannot write the state of the run to {directory}: {reason(cause)}") from error
     for old in directory.glob("state-*.*"):
         if old.name != file.name:
             old.unlink(missing_ok=True)
