@@ -5,6 +5,8 @@ Knows SQLite's pages, log and locks; knows nothing of why rows change.
 
 from __future__ import annotations
 
+import glob
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -133,8 +135,10 @@ def empty_log(db: Database, seconds: float) -> bool:
 
 
 def backups(path: Path) -> Sequence[Path]:
-    """The copies of a file that its upgrades have made, unfinished ones too."""
-    return sorted(file for end in ("bak", "bak.tmp") for file in path.parent.glob(f"{path.name}.v*.{end}"))
+    """The copies of a file that its upgrades have made, unfinished ones too, and older ones beside a link to it."""
+    files = {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
+    names = [(file.parent, f"{glob.escape(file.name)}.v*.{end}") for file in files for end in ("bak", "bak.tmp")]
+    return sorted(copy for folder, name in names for copy in folder.glob(name))
 
 
 def _pragma(db: Database, name: str) -> int:

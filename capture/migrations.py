@@ -46,7 +46,8 @@ def check(db: Database, path: Path, migrations: Sequence[Migration] = MIGRATIONS
 
 
 def upgrade(db: Database, path: Path, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Bring a file to the newest schema, in one transaction; an older file is first copied to `<file>.v<old>.bak`.
+    """Bring a file to the newest schema, in one transaction; an older file is first copied to `<file>.v<old>.bak`,
+    beside the file itself wherever a link to it stands.
 
     `db` must have no open transaction. Raises CaptureError for a newer or a foreign file, and sqlite3.Error, with the
     file as it was, when a migration fails.
@@ -58,7 +59,7 @@ def upgrade(db: Database, path: Path, migrations: Sequence[Migration] = MIGRATIO
     try:
         version = _known_version(db, path, migrations)
         if 0 < version < len(migrations):
-            _back_up(path, path.with_name(f"{path.name}.v{version}.bak"))
+            _back_up(path, Path(f"{os.path.realpath(path)}.v{version}.bak"))
         for migration in migrations[version:]:
             migration(db)
         db.execute(f"PRAGMA user_version = {len(migrations)}")

@@ -73,9 +73,8 @@ def _make(path: Path) -> None:
             fcntl.flock(folder, fcntl.LOCK_EX)  # of those who find it missing at once, one clears up and makes it
         if not path.exists():
             # Left by a file that was deleted or moved away. SQLite would take them for the new one's.
-            real = path.resolve()
             for left in ("-wal", "-shm"):
-                real.with_name(real.name + left).unlink(missing_ok=True)
+                Path(os.path.realpath(path) + left).unlink(missing_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         os.fsync(folder)
     finally:

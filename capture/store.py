@@ -44,7 +44,11 @@ def default_path() -> Path:
 
 def connect(path: Path, *, busy_seconds: float) -> Database:
     """Open an existing file; the connection may move to another thread. Raises CaptureError."""
-    if not path.exists():
+    try:
+        missing = not path.exists()
+    except OSError as error:
+        raise CaptureError(f"cannot open {path}: {error.strerror}") from error
+    if missing:
         raise CaptureError(f"no capture file at {path}: `serve` makes one, or name another with --capture")
     if not path.is_file():
         raise CaptureError(f"{path} is not a file")
@@ -322,8 +326,7 @@ class Store:
 
 def wal_path(path: Path) -> Path:
     """SQLite's write-ahead log: beside the file itself, wherever a link to it stands."""
-    file = path.resolve()
-    return file.with_name(file.name + "-wal")
+    return Path(os.path.realpath(path) + "-wal")
 
 
 def _most_first(counts: dict[str, int]) -> dict[str, int]:

@@ -199,6 +199,27 @@ def test_old_rows_are_redacted_out_of_the_file_its_log_and_its_copies(tmp_path):
     assert "0 matches in 0 rows" in run("--capture", path, "email").stdout
 
 
+@pytest.mark.parametrize("name", ["c[1].db", "*.db", "folder/link.db"])
+def test_the_copy_of_an_upgrade_is_found_whatever_the_file_is_called(tmp_path, name):
+    real = write(tmp_path / name.replace("folder/link", "real"), telling(1))
+    other = tmp_path / "another.db.v1.bak"
+    other.touch()
+    path = tmp_path / name
+    if path != real:
+        path.parent.mkdir()
+        path.symlink_to(real)
+    with changing(path) as db:
+        upgrade(db, path, [*MIGRATIONS, lambda db: None])
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    older = path.with_name(f"{path.name}.v0.bak")  # links once had their own
+    older.write_text(SECRET)
+    for asked in {path, real}:
+        assert f"{real}.v{len(MIGRATIONS)}.bak" in run("--capture", asked, "--dry-run", "email").stdout
+    assert run("--capture", path, "email").exit_code == 0
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
+    assert other.exists()
+
+
 def test_only_chosen_rows_are_redacted(tmp_path):
     path = write(tmp_path / "c.db", telling(1, id="a", client="x"), telling(2, id="b", client="y"))
     assert run("--capture", path, "--client", "x", "email").exit_code == 0
