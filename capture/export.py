@@ -305,7 +305,7 @@ def _documents(
 
 def _words(text: str) -> NDArray[np.uint32]:
     """Words as numbers, for who compares tokens."""
-    return np.array([zlib.crc32(word.encode()) for word in text.split()], dtype=np.uint32)
+    return np.array([zlib.crc32(word.encode()) for word in storable(text).split()], dtype=np.uint32)
 
 
 def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Counter[str]) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from capture.export import EVERYTHING, SHARD_BYTES, Contents, Export, Format, Wanted, export_as, tokens_of
-from capture.records import CaptureError, Generation
+from capture.records import CaptureError, Generation, storable
 from capture.store import Store
 
 FORMAT, FORMAT_VERSION = "draftloop-parquet", 1
@@ -97,7 +97,7 @@ def _document(row: Generation) -> tuple[dict[str, Any], int]:
     if row.logprobs is not None and len(row.logprobs):
         logprobs[len(prompt) :] = row.logprobs
     document: dict[str, Any] = {name: getattr(row, name) for name in (*TEXTS, *PRINTS)}
-    document |= {name: json.dumps(getattr(row, name), ensure_ascii=False) for name in JSON_TEXTS}
+    document |= {name: storable(json.dumps(getattr(row, name), ensure_ascii=False)) for name in JSON_TEXTS}
     size = sum(len(text or "") for text in document.values()) + 9 * len(logprobs)
     document |= {
         "seed": row.seed,

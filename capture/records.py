@@ -155,7 +155,7 @@ def from_row(row: Mapping[str, Any]) -> Generation:
     """The generation of a row read with every column of `COLUMNS`. Raises RecordError where it holds no generation."""
     try:
         return _decode(row)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"generation {row['id']} cannot be read: {error}") from error
 
 
@@ -163,6 +163,9 @@ def _decode(row: Mapping[str, Any]) -> Generation:
     values = {f.name: row[f.name] for f in fields(Generation)}
     for name in JSON_FIELDS:
         values[name] = json.loads(values[name])
+        kind, told = (list, "array") if name == "tool_calls" else (dict, "object")
+        if not isinstance(values[name], kind):
+            raise ValueError(f"{name} must be a JSON {told}")
     for name, dtype in (("prompt_tokens", "<u4"), ("completion_tokens", "<u4"), ("logprobs", "<f4")):
         if values[name] is not None:
             values[name] = np.frombuffer(values[name], dtype=dtype)

@@ -180,6 +180,18 @@ def test_rows_of_which_only_text_is_kept_are_conversations_too_but_not_redacted_
     assert len({line["split"] for line in found}) == 1, "later turns stay on the side of the first"
 
 
+def test_half_a_character_is_kept_as_json_has_it(tmp_path: Path) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"a": "\ud83d"}'}}
+    asked = [{"role": "user", "content": "\ud83d"}]
+    kept = {"prompt_tokens": None, "completion_tokens": None, "logprobs": None}
+    row = generation(request={"messages": asked}, tool_calls=[call], **kept)
+    with Store.open(write(tmp_path / "c.db", row)) as store:
+        export_jsonl(store, tmp_path / "out")
+    line = json.loads((tmp_path / "out" / "shard-00000.jsonl").read_text())
+    assert line["messages"][0] == asked[0]
+    assert line["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": "\ud83d"}
+
+
 def test_what_has_more_in_it_than_text_is_left_out(tmp_path: Path) -> None:
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     bodies: list[dict[str, Any]] = [{"messages": picture}, {"messages": ["Hi"]}, {"messages": [{"content": "Hi"}]}]

@@ -57,6 +57,13 @@ def test_every_row_comes_out_as_it_was_captured(tmp_path: Path) -> None:
         check(row, found)
 
 
+def test_half_a_character_is_kept_as_json_has_it(tmp_path: Path) -> None:
+    called = [{"id": "c", "function": {"name": "f", "arguments": "\ud83d"}}]
+    row = generation(request={"prompt": "\ud83d"}, tool_calls=called, parameters={"stop": "\udc00"})
+    export(write(tmp_path / "capture.db", row), tmp_path / "out")
+    check(row, read(tmp_path / "out")[0])
+
+
 def test_types_are_those_of_training(tmp_path: Path) -> None:
     export(write(tmp_path / "capture.db", generation()), tmp_path / "out")
     schema = pq.read_schema(tmp_path / "out" / "shard-00000.parquet")

@@ -145,6 +145,21 @@ def test_what_fits_no_row_is_refused_in_one_line(field: str, value: Any) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("request", "{"), ("request", "[]"), ("parameters", "3"), ("timings", "null"), ("tool_calls", "{}")),
+        ("request", '{"a":' * 5000 + "1" + "}" * 5000),
+        *(("prompt_tokens", "text"), ("completion_tokens", b"123"), ("steps", None), ("steps", b"1"), ("seed", "7")),
+    ],
+)
+def test_what_holds_no_generation_is_refused_in_one_line(field: str, value: Any) -> None:
+    with pytest.raises(RecordError) as caught:
+        from_row(to_row(generation(id="one")) | {field: value})
+    assert "generation one cannot be read" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_json_of_a_generation_is_complete_and_valid() -> None:
     g = through_sqlite(generation(logprobs=[-math.inf, -1.0], seed=2**64 - 1))
     back = json.loads(json.dumps(to_json(g), allow_nan=False))

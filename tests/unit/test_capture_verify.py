@@ -49,7 +49,9 @@ def test_a_sound_file_is_found_sound(path: Path) -> None:
     ("change", "value", "words"),
     [
         ("request", "{", "cannot be read"),
-        ("request", "[]", "JSON objects"),
+        ("request", "[]", "request must be a JSON object"),
+        ("tool_calls", "{}", "tool_calls must be a JSON array"),
+        ("request", '{"a":' * 5000 + "1" + "}" * 5000, "cannot be read"),
         ("parameters", '{"a": 1}', "not stored as the server stores it"),
         ("completion_tokens", b"\x01\x02\x03", "cannot be read"),
         ("completion_tokens", b"\xff" * 8, "completion_tokens must be"),
