@@ -6,6 +6,8 @@ Knows the names that servers use; invents nothing: what an upstream does not tel
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -72,7 +74,7 @@ def speculation_of_upstream(exposition: str) -> Iterator[Metric]:
     for name, (help_text, theirs) in PER_POSITION.items():
         counts: dict[int, float] = defaultdict(float)
         for sample in _told(samples, theirs):
-            if sample.labels.get("position", "").isdecimal():
+            if re.fullmatch(r"\d{1,3}", sample.labels.get("position", "")):
                 counts[int(sample.labels["position"])] += sample.value
         if counts:
             per_position = CounterMetricFamily(PREFIX + name, help_text, labels=["drafter", "position"])
@@ -90,7 +92,8 @@ def _told(samples: Sequence[Sample], theirs: Sequence[str]) -> Sequence[Sample]:
 @lru_cache(maxsize=4)  # read more often than the upstream is asked for it, by as many servers as one process has
 def _samples(exposition: str) -> Sequence[Sample]:
     try:
-        return [sample for family in text_string_to_metric_families(exposition) for sample in family.samples]
+        families = text_string_to_metric_families(exposition)
+        return [sample for family in families for sample in family.samples if 0 <= sample.value < math.inf]
     except ValueError as error:
         log.warning("the upstream's metrics cannot be read: %s", error)
         return ()

@@ -67,3 +67,10 @@ def test_what_is_not_told_is_absent():
     assert read("vllm:num_requests_running 3\nvllm:spec_decode_num_drafts_created 1\n") == {}
     assert read('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="x"} 1\n') == {}
     assert read("<html>not { metrics") == {}
+
+
+def test_what_counts_nothing_is_absent():
+    for value in ("NaN", "+Inf", "-Inf", "-1"):
+        assert read(f"vllm:spec_decode_num_drafts_total {value}\n") == {}
+        assert read(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {value}\n') == {}
+    assert read('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="999999999999"} 1\n') == {}
