@@ -17,6 +17,7 @@ from capture.commands.redact import redact
 from capture.commands.replay import replay
 from capture.commands.show import show
 from capture.commands.stats import stats
+from capture.commands.terminal import escape
 from capture.commands.verify import verify_
 
 app = typer.Typer(
@@ -42,7 +43,13 @@ def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    app(prog_name="capture")
+    try:
+        app(prog_name="capture")
+    except OSError as error:  # a path that can be none, or no room for what is printed
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"capture: {escape(f'{where}{error.strerror}')}", err=True)
+        sys.stdout = None  # nor is there for what is left of it
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from capture.records import STATUSES, CaptureError, Status, timestamp
+from capture.records import STATUSES, CaptureError, Status, storable, timestamp
 
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)([{''.join(UNITS)}])")
@@ -54,7 +54,8 @@ class Filters:
         """A condition over the columns of `generations`, and its arguments."""
         conditions = list(self._conditions())
         where = " AND ".join(condition for condition, _ in conditions) or "true"
-        return where, [argument for _, arguments in conditions for argument in arguments]
+        given = (argument for _, arguments in conditions for argument in arguments)
+        return where, [storable(argument) if isinstance(argument, str) else argument for argument in given]
 
     def _conditions(self) -> Iterator[tuple[str, Sequence[Any]]]:
         if self.since is not None:

@@ -172,4 +172,7 @@ def size(text: str) -> int:
     if found is None:
         raise CaptureError(f"{text!r} is no size; one is like 500MB, 10GB or 1GiB")
     base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** " kmgt".index(found[2].lower() or " "))
+    try:
+        return int(float(found[1]) * base ** " kmgt".index(found[2].lower() or " "))
+    except OverflowError:
+        raise CaptureError(f"{text!r} is more than any file holds") from None

@@ -46,7 +46,7 @@ def filtered(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def with_filters(**given: Any) -> None:
         wanted = {name: given.pop(name) for name in _OPTIONS}
-        command(**given, chosen=_filters(**{name: value for name, value in wanted.items() if value}))
+        command(**given, chosen=_filters(**{name: value for name, value in wanted.items() if value or value == ""}))
 
     with_filters.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_filters.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -37,8 +37,8 @@ def list_(
     for row in rows:
         table.add_row(
             plain(row.id),
-            row.created_at[:19] + "Z",
-            row.status,
+            plain(row.created_at[:19] + "Z"),
+            plain(row.status),
             plain(row.finish_reason or "-"),
             plain(row.drafter),
             count(row.prompt_tokens),

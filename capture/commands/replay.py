@@ -11,15 +11,13 @@ from typing import Annotated
 import typer
 
 from capture.commands.choosing import filtered
-from capture.commands.terminal import AsJson, CapturePath, escape, fail, opened, progress
+from capture.commands.terminal import AsJson, CapturePath, escape, fail, opened, progress, row_id
 from capture.filters import EVERY_ROW, Filters
 from capture.records import Generation
 from capture.replay import Replay, replay_all
 from capture.selection import Sample
 from capture.server import Server
 from capture.store import Store, UnknownGenerationError
-
-PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 
 @filtered
@@ -49,7 +47,7 @@ def replay(
     with opened(capture) as store, Server(server, api_key) as asked, progress() as shown:
         rows: Iterable[Generation]
         if generation_id is not None:
-            rows = [store.get(_row_id(generation_id))]
+            rows = [store.get(row_id(generation_id))]
         else:
             where, arguments = chosen.sql()
             condition, more = store.sampled(Sample(rows=sample, seed=seed), where=where, arguments=arguments)
@@ -79,14 +77,6 @@ def _rows(store: Store, ids: Iterable[str]) -> Iterator[Generation]:
             yield store.get(name)
         except UnknownGenerationError:
             continue  # gone since, as rows do that grow old
-
-
-def _row_id(given: str) -> str:
-    for prefix in PREFIXES:
-        given = given.removeprefix(prefix)
-    if not given:
-        raise typer.BadParameter("give an id or the start of one", param_hint="ID")
-    return given
 
 
 def _told(one: Replay) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from capture.commands.terminal import AsJson, CapturePath, console, escape, length, opened, plain
+from capture.commands.terminal import AsJson, CapturePath, console, escape, length, opened, plain, row_id
 from capture.records import Generation, to_json
 
 
@@ -20,9 +20,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print one row."""
-    wanted = generation_id.removeprefix("chatcmpl-")
-    if not wanted:
-        raise typer.BadParameter("give an id or the start of one")
+    wanted = row_id(generation_id)
     with opened(capture) as store:
         row = store.get(wanted)
     if as_json:

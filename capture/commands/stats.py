@@ -36,8 +36,8 @@ def stats(capture: CapturePath = None, as_json: AsJson = False, chosen: Filters 
         facts.add_row(name, plain(", ".join(f"{value} {count}" for value, count in counts.items()) or "-"))
     facts.add_row("prompt tokens", str(found.prompt_tokens))
     facts.add_row("completion tokens", str(found.completion_tokens))
-    facts.add_row("first", found.first or "-")
-    facts.add_row("last", found.last or "-")
+    facts.add_row("first", plain(found.first or "-"))
+    facts.add_row("last", plain(found.last or "-"))
     screen = console()
     screen.print(facts)
     if found.acceptance:

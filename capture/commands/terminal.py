@@ -5,6 +5,7 @@ Knows terminals; knows no command. Stored text reaches one only as escaped plain
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import sys
 import unicodedata
@@ -32,6 +33,7 @@ CapturePath = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+RESPONSES = ("chatcmpl-", "cmpl-", "resp_")  # what the ids of responses begin with, before a row's id
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 
 
@@ -45,7 +47,7 @@ def opened(path: Path | None) -> Iterator[Store]:
 @contextmanager
 def named(path: Path | None) -> Iterator[Path]:
     """The file that is meant, with every expected failure turned into one line on stderr and an exit code."""
-    path = path or default_path()
+    path = Path(os.path.expanduser(path or default_path()))
     try:
         if str(path) == "off":
             raise CaptureError("capture is off (DRAFTLOOP_CAPTURE=off): name a file with --capture")
@@ -56,6 +58,17 @@ def named(path: Path | None) -> Iterator[Path]:
         fail(str(error), 2)
     except sqlite3.Error as error:
         fail(str(file_error(path, error)), 2)
+    except OverflowError:
+        fail("a number is larger than the file can hold", 2)
+
+
+def row_id(given: str) -> str:
+    """Of a row's id, its start, or the id of a response."""
+    for prefix in RESPONSES:
+        given = given.removeprefix(prefix)
+    if not given:
+        raise typer.BadParameter("give an id or the start of one", param_hint="ID")
+    return given
 
 
 def fail(message: str, code: int) -> NoReturn:

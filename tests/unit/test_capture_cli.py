@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from capture.cli import app
-from capture.records import Generation
+from capture.records import COLUMNS, JSON_FIELDS, Generation
 from tests.capture_rows import generation, write
 
 ROOT = Path(__file__).parents[2]
@@ -107,8 +107,9 @@ def test_show_as_json_is_the_whole_row(path: Path, tmp_path: Path) -> None:
     assert row["steps"] == [[2, 2], [2, 0]]
 
 
-def test_show_takes_the_id_of_a_response(path: Path, tmp_path: Path) -> None:
-    done = capture("show", "chatcmpl-0190-two", "--json", cwd=tmp_path)
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_"])
+def test_show_takes_the_id_of_a_response(path: Path, tmp_path: Path, prefix: str) -> None:
+    done = capture("show", f"{prefix}0190-two", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["id"] == "0190-two"
 
 
@@ -192,6 +193,65 @@ def test_a_bad_file_is_one_line_and_exit_code_two(tmp_path: Path, command: list[
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new.db", "text"]
 
 
+HUGE = str(10**20)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "--limit", HUGE],
+        ["stats", "--min-tokens", HUGE],
+        ["export", "--to", "npz", "--sample", HUGE],
+        ["export", "--to", "npz", "--sample", "1", "--seed", HUGE],
+        ["replay", "--server", "http://127.0.0.1:9", "--sample", HUGE],
+        ["prune", "--max-bytes", "9" * 400],
+        ["stats", "--capture", "x" * 5000],
+        ["merge", "x" * 5000, ".local/share/draftloop/capture.db"],
+        ["merge", "circle", ".local/share/draftloop/capture.db"],
+    ],
+)
+def test_what_is_too_large_or_no_path_at_all_is_one_line(path: Path, tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    assert_one_line(capture(*arguments, cwd=tmp_path))
+
+
+def test_an_argument_that_is_not_utf8_finds_what_was_stored_of_such_a_text(path: Path, tmp_path: Path) -> None:
+    odd = os.fsdecode(b"\xff")
+    write(path, generation(id="odd", client=odd, model=odd))
+    for option in ("--client", "--model"):
+        [row] = capture("list", "--json", option, odd, cwd=tmp_path).stdout.splitlines()
+        assert json.loads(row)["id"] == "odd"
+    done = capture("list", "--json", "--tag", f"a={odd}", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_home_is_meant_by_its_sign_as_the_server_means_it(path: Path, tmp_path: Path) -> None:
+    write(tmp_path / "mine.db", *(generation() for _ in range(3)))
+    for arguments, environment in (([], {"DRAFTLOOP_CAPTURE": "~/mine.db"}), (["--capture=~/mine.db"], {})):
+        done = capture("stats", "--json", *arguments, cwd=path.parent, **{"HOME": str(tmp_path)} | environment)
+        assert json.loads(done.stdout)["rows"] == 3
+
+
+@pytest.mark.parametrize("command", [["stats"], ["list", "--json"], ["show", "0190-one"], ["verify"]])
+def test_output_that_cannot_be_written_is_one_line(path: Path, command: list[str]) -> None:
+    line = [sys.executable, "-m", "capture.cli", *command, "--capture", str(path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "capture: No space left on device\n")
+
+
+def test_whatever_a_foreign_file_says_is_harmless(path: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        for name, kind in COLUMNS.items():
+            if kind is str and name not in ("id", *JSON_FIELDS):
+                db.execute(f"UPDATE generations SET {name} = ? WHERE id = '0190-one'", [NASTY])
+    for command in (["stats"], ["stats", "--since", "2000-01-01"], ["list"], ["show", "0190-one"], ["verify"]):
+        done = capture(*command, cwd=tmp_path)
+        assert done.returncode in (0, 1)
+        assert not set("\x1b\x07\u202e") & set(done.stdout + done.stderr), command
+
+
 def test_a_damaged_file_is_one_line(path: Path, tmp_path: Path) -> None:
     write(path, *(generation(response_text="x" * 5000) for _ in range(50)))
     with path.open("r+b") as file:
@@ -220,6 +280,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(path: Path, tmp_path: Path)
         ["show"],
         ["show", ""],
         ["show", "chatcmpl-"],
+        ["show", "resp_"],
         ["export"],
         ["export", "--to", "csv"],
         ["export", "--to", "npz", "--shard-bytes", "0"],

@@ -135,7 +135,13 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         moment(text)
 
 
-@pytest.mark.parametrize("arguments", [["--since", "soon"], ["--tag", "red"], ["--tag", "=red"], ["--status", "done"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--since", "soon"], ["--tag", "red"], ["--tag", "=red"], ["--status", "done"]),
+        *(["--since", ""], ["--until", ""]),  # of an unset variable: not the same as none
+    ],
+)
 def test_a_wrong_filter_is_explained_with_exit_code_two(path: Path, arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["list", "--capture", str(path), *arguments])
     assert (done.exit_code, done.stdout) == (2, "")
