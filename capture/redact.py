@@ -45,7 +45,7 @@ class Redactor:
     def generation(self, row: Generation) -> Generation:
         """The generation with nothing of a match in it, and how much was replaced in `redacted`; itself where none is.
 
-        Searched: answer, reasoning, tool calls, error, client, and every text of the request (content, prompts, user,
+        Searched: answer, reasoning, tool calls, model, error, client, and every text of the request (content, prompts, user,
         metadata, ...) and of the parameters. A prompt given as token ids cannot be searched, and counts as a match.
         """
         found = _Pass(self.patterns)
@@ -53,6 +53,7 @@ class Redactor:
             "response_text": found.text(row.response_text),
             "reasoning": found.text(row.reasoning),
             "tool_calls": found.json(list(row.tool_calls)),
+            "model": found.text(row.model),
             "error": row.error and found.text(row.error),
             "client": row.client and found.text(row.client),
             "parameters": found.json(dict(row.parameters)),

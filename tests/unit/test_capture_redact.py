@@ -35,6 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "a key of arguments": {"tool_calls": called(json.dumps({SECRET: 1}))},
     "broken arguments": {"tool_calls": called(f'{{"to": "{SECRET}"')},
     "client": {"client": SECRET},
+    "a model's name, before an upstream the client's own words": {"model": SECRET},
     "error": {"error": f"no {SECRET}"},
     "content": {"request": {"messages": [{"role": "user", "content": f"I am {SECRET}"}]}},
     "a part": {"request": {"messages": [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]}},
