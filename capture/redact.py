@@ -45,8 +45,8 @@ class Redactor:
     def generation(self, row: Generation) -> Generation:
         """The generation with nothing of a match in it, and how much was replaced in `redacted`; itself where none is.
 
-        Searched: answer, reasoning, tool calls, model, error, client, and every text of the request (content, prompts, user,
-        metadata, ...) and of the parameters. A prompt given as token ids cannot be searched, and counts as a match.
+        Searched: answer, reasoning, tool calls, model, error, client, and every text of the request (content, prompts,
+        user, metadata, ...) and of the parameters. A prompt given as token ids cannot be searched: it counts as one.
         """
         found = _Pass(self.patterns)
         clean = {
