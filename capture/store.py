@@ -72,6 +72,8 @@ def file_error(path: Path, error: sqlite3.Error) -> CaptureError:
         return CaptureError(f"{path} is not an SQLite file")
     if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
         return CaptureError(f"{path} is locked by another process")
+    if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN:
+        return CaptureError(f"{path} cannot be opened: SQLite makes files beside it; to read it elsewhere, copy it")
     return CaptureError(f"{path}: {error}")
 
 

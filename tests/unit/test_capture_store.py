@@ -113,6 +113,13 @@ def test_what_is_no_capture_file_is_refused(path: Path) -> None:
         Store.open(path.parent)
 
 
+def test_a_place_where_nothing_can_be_written_is_named_and_what_helps(path: Path) -> None:
+    write(path, generation())
+    path.with_name(path.name + "-shm").symlink_to("nowhere")  # fails as in a folder that is read-only, for root too
+    with pytest.raises(CaptureError, match="copy it"):
+        Store.open(path)
+
+
 def test_a_reader_can_write_nothing(path: Path) -> None:
     with Store.open(write(path, generation())) as store, pytest.raises(Exception, match="readonly"):
         store._db.execute("DELETE FROM generations")
