@@ -156,7 +156,7 @@ def request_of(row: Generation, version: Version) -> tuple[str, dict[str, Any]]:
     limit = min(limit, version.max_model_len - len(row.prompt_tokens))
     if row.status != "finished":  # what was cut off is told as far as it got
         limit = max(1, len(row.completion_tokens))
-    if body.get("min_tokens") is not None:  # more than there is room for: then nothing ends the answer early
+    if isinstance(body.get("min_tokens"), int):  # more than there is room for: then nothing ends the answer early
         body["min_tokens"] = min(body["min_tokens"], limit)
     if path == RESPONSES:
         return path, {**body, "max_output_tokens": limit}

@@ -144,6 +144,8 @@ def test_a_shorter_context_does_not_matter_to_an_answer_that_fits() -> None:
     row = generation(parameters={"max_tokens": 16384}, request={"messages": [], "min_tokens": 5000})
     body = request_of(row, VERSION)[1]
     assert (body["max_tokens"], body["min_tokens"]) == (97, 97)
+    _, body = request_of(generation(request={"messages": [], "min_tokens": "many"}), VERSION)
+    assert body["min_tokens"] == "many"  # the server's to refuse
     assert why_not(generation(completion_tokens=range(98), logprobs=[]), VERSION) is not None
 
 
