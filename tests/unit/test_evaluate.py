@@ -115,6 +115,21 @@ def test_strides_see_the_same_anchors_whoever_drafts(opened: Opened, tmp_path: P
     assert again.as_json() == found.as_json()
 
 
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_answers_shorter_than_the_slots_are_judged_as_far_as_they_go(
+    opened: Opened, tmp_path: Path, length: int
+) -> None:
+    whole = answered(opened, "What is a list?")
+    tokens = list(map(int, whole.completion_tokens or ()))[:length]
+    cut = instead(whole, "cut", tokens, parameters=GREEDY | {"max_tokens": length})
+    for found in over(opened, exported(tmp_path, cut), every=1).rows:
+        assert found.walk is not None
+        assert found.stride is not None
+        assert found.walk["proposed"][-1] == 0  # the last token of a budget is never drafted
+        assert [figure.n for figure in found.stride["hit"]] == [max(length - 1 - slot, 0) for slot in range(4)]
+        assert (found.stride["chain"].value is None) == (length < 5)  # no anchor has every slot
+
+
 def test_fixed_texts_are_judged_by_the_targets_own_choices(opened: Opened, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("def f(x):\n    return x + 1\n\n" * 60)

@@ -89,7 +89,8 @@ def stride(
                     following.commit(one.row, min(options.every, one.row.left))
         done += len(batch)
         report(done)
-    names = {name for sums in found.values() for name in sums}
+    names = {"full", "full_surv"}  # of documents that are all shorter than the slots none has them
+    names |= {name for sums in found.values() for name in sums}
     empty = np.zeros((len(DEPTHS) + 1, options.slots))
     return [{name: found[i].get(name, empty) for name in sorted(names)} for i in range(len(documents))]
 
