@@ -107,10 +107,15 @@ class Examination:
         loaded = self.loaded
         torch.set_num_threads(int(str(loaded.build["threads"])))  # rows agree by the engine's thread count
         try:
+            if name is not None:
+                check_name(name)
+        except BackendError as error:
+            raise InvalidRequest(str(error), param="name", code="invalid_value") from error
+        try:
             student = load_student(
                 directory, loaded.runner.model, loaded.fingerprints.weights, loaded.fingerprints.tokenizer
             )
-            student = student if name is None else replace(student, name=check_name(name))
+            student = student if name is None else replace(student, name=name)
             if student.name in self.taken:
                 raise InvalidRequest(f"There is a drafter {student.name!r} already.", param="name", code="name_taken")
             pool = _room(loaded.loop.speculation.memory, student)

@@ -163,8 +163,8 @@ def load_student(directory: Path, model: Qwen35, weights: str, tokenizer: str) -
         raise BackendError(f"the student {directory} has no tensor 'd2t'")
     _check_ids(directory, d2t, header, model.config.vocab_size)
     block = _empty_block(directory, header, model, d2t)
-    _check_weights(directory, tensors, block, header)
     like = model.model.embed_tokens.weight
+    _check_weights(directory, tensors, block, header, like.dtype)
     block.load_state_dict(
         {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()} | {"d2t": d2t.to(like.device)},
         assign=True,
@@ -256,7 +256,10 @@ def _check_ids(directory: Path, d2t: Tensor, header: StudentHeader, vocab_size: 
         raise BackendError(f"d2t of the student {directory} lists id {wrong}, the model has 0 to {vocab_size - 1}")
 
 
-def _check_weights(directory: Path, tensors: dict[str, Tensor], block: StudentBlock, header: StudentHeader) -> None:
+def _check_weights(
+    directory: Path, tensors: dict[str, Tensor], block: StudentBlock, header: StudentHeader, dtype: torch.dtype
+) -> None:
+    """`dtype`: what they are served in, which holds less than the file may."""
     wanted = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise BackendError(f"the student {directory} has no tensor {missing[0]!r}")
@@ -271,7 +274,7 @@ def _check_weights(directory: Path, tensors: dict[str, Tensor], block: StudentBl
     if _weights_hash(tensors) != header.weights_sha256:
         raise BackendError(f"the weights of the student {directory} are not those that its {HEADER} names")
     for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
+        if not bool(tensor.to(dtype).isfinite().all()):
             raise BackendError(f"tensor {name!r} of the student {directory} holds values that are not finite")
 
 

@@ -174,8 +174,8 @@ def test_a_student_is_tried_beside_the_active_drafter_before_it_is_there(backend
         ("link", None, "path_not_allowed", "inside --drafter-dir"),
         ("linked-weights", None, "path_not_allowed", "inside --drafter-dir"),
         ("a\0b", None, "path_not_allowed", "inside --drafter-dir"),
-        ("whole", "mtp", "invalid_drafter", "means another drafter"),
-        ("whole", "a/b", "invalid_drafter", "cannot be a drafter's name"),
+        ("whole", "mtp", "invalid_value", "means another drafter"),
+        ("whole", "a/b", "invalid_value", "cannot be a drafter's name"),
         ("wild", None, "low_acceptance", "less than min_acceptance 0.1 (mtp: 0."),
         ("torn", None, "invalid_drafter", "torn"),
     ],
@@ -193,7 +193,7 @@ def test_whatever_is_refused_leaves_the_old_one_serving(backend, run, shelf, tmp
         (shelf / path / "model.safetensors").write_bytes((outside / "model.safetensors").read_bytes()[:-7])
     with pytest.raises(InvalidRequest) as raised:
         run(load(backend, path, name))
-    assert (raised.value.param, raised.value.code) == ("path", code)
+    assert (raised.value.param, raised.value.code) == ("path" if name is None else "name", code)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
     assert states(backend) == {"mtp": "active", "none": "loaded"}

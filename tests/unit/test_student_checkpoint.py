@@ -276,6 +276,16 @@ def test_tensors_that_are_not_as_they_should_be_are_refused(
         load(directory)
 
 
+def test_weights_that_the_models_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    def large(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["fc.weight"][0, 0] = torch.finfo(torch.float32).max  # which bfloat16 rounds to infinity
+
+    directory = change_tensors(saved(tmp_path / "a", random_block().float()), large, rehash=True)
+    load_student(directory, factory.build(SHAPE).float(), TARGET.weights, TARGET.tokenizer)
+    with pytest.raises(BackendError, match=r"'fc.weight' .* not finite"):
+        load_student(directory, factory.build(SHAPE).to(torch.bfloat16), TARGET.weights, TARGET.tokenizer)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
