@@ -21,7 +21,7 @@ from tests.decoding import Outcome, Request, decode
 from training.data import Document, Forced
 from training.errors import TrainingError
 from training.evaluate.choices import choices, first_difference
-from training.evaluate.following import sampling_of
+from training.evaluate.following import Following, sampling_of
 from training.evaluate.stride import StrideOptions, judged, stride
 from training.evaluate.walk import walk
 from training.force import force_documents
@@ -125,6 +125,23 @@ def test_an_anchor_sees_the_drafts_that_the_walks_step_from_there_had(tiny: Tiny
         (sums,) = stride(tiny.runner.model, tiny.drafter(), [anchored], options, tiny.vocab)
         accepted = outcome.steps[0].accepted
         assert sums["surv"].sum(0).tolist() == [float(slot < accepted) for slot in range(SLOTS)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("far", [9, 10, 33, 100])
+def test_however_far_the_next_anchor_is_its_drafts_are_those_of_single_steps(tiny: Tiny, far: int) -> None:
+    request = Request(tiny.prompt("What is a list?"), SamplingParams(temperature=0.0), max_tokens=120)
+    (outcome,) = decode(tiny.runner, None, 0, [request])
+    forced = tiny.forced(request, outcome.tokens)
+    drafts = []
+    for each in (far, 1):
+        following = Following(tiny.runner.model, tiny.drafter(), [forced], tiny.vocab)
+        (row,) = following.rows
+        following.propose([row], [SLOTS])
+        for _ in range(far // each):
+            following.commit(row, each)
+        drafts.append(following.propose([row], [SLOTS]))
+    assert drafts[0] == drafts[1]
 
 
 def test_an_unknown_budget_is_the_answers_length(tiny: Tiny, requests: list[Request]) -> None:

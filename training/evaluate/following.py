@@ -62,12 +62,13 @@ class Following:
 
     def commit(self, row: Row, count: int) -> None:
         """The document's next `count` tokens have been said."""
-        start, end = row.done, row.done + count
-        tokens = row.tokens[start:end]
-        for token in tokens:
-            row.sampler.accept(token)
-        self._drafter.observe(row.state, tokens, row.hidden[start - 1 : end - 1])
-        row.done = end
+        end = row.done + count
+        while row.done < end:  # no more at a time than a step of serving has
+            start, row.done = row.done, min(row.done + MAX_ROWS, end)
+            tokens = row.tokens[start : row.done]
+            for token in tokens:
+                row.sampler.accept(token)
+            self._drafter.observe(row.state, tokens, row.hidden[start - 1 : row.done - 1])
 
     def propose(self, rows: Sequence[Row], counts: Sequence[int], choose: Choose | None = None) -> list[list[int]]:
         """Drafts after each row's committed tokens, counts[i] at most and none where it is not above 0.
