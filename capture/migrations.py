@@ -64,8 +64,10 @@ def upgrade(db: Database, path: Path, migrations: Sequence[Migration] = MIGRATIO
             migration(db)
         db.execute(f"PRAGMA user_version = {len(migrations)}")
         db.execute("COMMIT")
-    except BaseException:
+    except BaseException as error:
         db.rollback()
+        if isinstance(error, OSError):
+            raise CaptureError(f"cannot copy {path} before it is upgraded: {error.strerror}") from error
         raise
 
 

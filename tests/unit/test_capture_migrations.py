@@ -89,6 +89,14 @@ def test_a_failing_migration_leaves_the_file_as_it_was(path: Path) -> None:
     assert columns(path) == before
 
 
+def test_where_no_copy_can_be_made_nothing_is_upgraded_and_one_line_says_so(path: Path) -> None:
+    path.with_name(f"capture.db.v{LATEST}.bak.tmp").mkdir()
+    with closing(Database(path)) as db, pytest.raises(CaptureError, match=r"cannot copy .*/capture\.db before"):
+        upgrade(db, path, NEXT)
+    assert version(path) == LATEST
+    assert "note" not in columns(path)
+
+
 def test_a_current_file_is_left_alone(path: Path) -> None:
     with closing(Database(path)) as db:
         upgrade(db, path)
