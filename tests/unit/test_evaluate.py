@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from backend.engine.sampling import SamplingParams
+from capture.export import held_out
 from capture.records import Generation
 from tests.decoding import Request, decode
-from tests.exports import exported, row
+from tests.exports import exported, prompt, row
 from training.cli import main
 from training.errors import TrainingError
 from training.evaluate.evaluation import EvaluateOptions, Evaluation, evaluate
@@ -28,15 +29,19 @@ def opened() -> Opened:
     return open_all("tiny", ("mtp", "prediction"), "cpu", "auto", 1)
 
 
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 def answered(opened: Opened, text: str, number: int = 0, temperature: float = 0.0, **fields: Any) -> Generation:
     """A row of the model's own answer to a prompt that is held out."""
     model = opened.model
-    prompt = model.tokenizer.encode_chat([{"role": "user", "content": text}], {}, ()).ids
+    asked = model.tokenizer.encode_chat(user(text), {}, ()).ids
     params = SamplingParams(temperature=temperature, seed=number)
-    request = Request(prompt, params, max_tokens=40, eos=frozenset(model.tokenizer.eos_ids))
+    request = Request(asked, params, max_tokens=40, eos=frozenset(model.tokenizer.eos_ids))
     (outcome,) = decode(model.runner, None, 0, [request])
     given: dict[str, Any] = {
-        "prompt_tokens": list(prompt),
+        "prompt_tokens": list(asked),
         "parameters": GREEDY | {"temperature": temperature},
         "seed": number,
         "weights_fingerprint": model.fingerprints.weights,
@@ -89,6 +94,32 @@ def test_several_exports_are_classes_told_apart_and_a_document_of_two_counts_onc
     assert sum(group["stride"]["anchors"] for group in classes.values()) == found.rows[0].stride["anchors"]
     some = evaluate(EvaluateOptions(data=folders, held_out=False, rounds=20, most=1), opened=opened)
     assert some.documents == 1
+
+
+def test_held_out_answers_that_training_has_parts_of_are_counted_and_told_apart(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = (f"What is {number}?" for number in range(200))
+    held = (text for text in texts if held_out(opened.model.tokenizer.encode_chat(user(text), {}, ()).ids, 0))
+    known, new = (answered(opened, next(held), number=number) for number in range(2))
+    learned = instead(known, "learned", list(map(int, known.completion_tokens or ())))
+    learned = replace(learned, prompt_tokens=prompt(0, is_held_out=False))
+    folder = exported(tmp_path, known, new, learned)
+    found = evaluate(EvaluateOptions(data=(folder,), rounds=20), opened=opened)
+    assert (found.documents, found.known) == (2, 1)
+    by = found.rows[0].by["training"]
+    assert {name: group["documents"] for name, group in by.items()} == {"known": 1, "new": 1}
+    assert found.rows[0].walk is not None
+    assert found.rows[0].walk["steps"] == by["known"]["walk"]["steps"] + by["new"]["walk"]["steps"]
+    everything = evaluate(EvaluateOptions(data=(folder,), held_out=False, rounds=20), opened=opened)
+    assert (everything.known, "training" in everything.rows[0].by) == (0, False)  # training's own are no test
+    monkeypatch.setattr("sys.argv", ["training", "evaluate", str(folder)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().out
+    assert "2 documents, 1 of them with 13 tokens in a row of a training answer" in told
+    assert "answers new to training" in told
 
 
 def test_an_extraction_is_evaluated_as_the_export_that_it_is_of(opened: Opened, tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def _print(found: Evaluation) -> None:
     console = Console()
     if found.rows:
         apart = ", ".join(f"{count} {reason}" for reason, count in found.set_apart.items()) or "none"
-        console.print(f"{found.documents} documents, {found.tokens} generated tokens; set apart: {apart}")
+        known = f", {found.known} of them with 13 tokens in a row of a training answer" if found.known else ""
+        console.print(f"{found.documents} documents{known}, {found.tokens} generated tokens; set apart: {apart}")
         console.print(_walks(found.rows))
     for title, rows in (("anchors in these documents", found.rows), ("anchors in fixed texts", found.texts)):
         strides = [(row.name, "all", row.stride) for row in rows if row.stride]
@@ -114,16 +115,20 @@ def _print(found: Evaluation) -> None:
 def _walks(rows: Sequence[Row]) -> Table:
     table = Table("drafter", "weights read", "steps", "surv by slot", "chain", "τ", "τ over the first's", title="walks")
     for row in rows:
-        walk = row.walk or {}
-        table.add_row(
-            row.name,
-            f"{row.parameters_read:,}",
-            str(walk["steps"]),
-            _shares(walk["surv"]),
-            _told(walk["chain"]),
-            _told(walk["tau"]),
-            _told(row.difference["tau"]) if row.difference else "",
-        )
+        over = _told(row.difference["tau"]) if row.difference else ""
+        told = [(row.name, f"{row.parameters_read:,}", row.walk or {}, over)]
+        if new := row.by.get("training", {}).get("new"):
+            told.append(("  answers new to training", "", new["walk"], ""))
+        for name, read, walk, difference in told:
+            table.add_row(
+                name,
+                read,
+                str(walk["steps"]),
+                _shares(walk["surv"]),
+                _told(walk["chain"]),
+                _told(walk["tau"]),
+                difference,
+            )
     return table
 
 

@@ -5,7 +5,7 @@ What is compared, over what, and what was set apart; the arithmetic is in `walk`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from training.evaluate.opening import Contestant, Opened, open_all
 from training.evaluate.stride import Judged, StrideOptions, judged, stride
 from training.evaluate.walk import walk
 from training.force import force_documents
+
+NEW, KNOWN = "new", "known"
+"""Held-out answers by what training's answers say."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`documents` were used, of `tokens` generated ones; `set_apart` by reason. `texts`: rows over fixed texts, whose
-    strides judge drafts by the target's own choices."""
+    """`documents` were used, of `tokens` generated ones; `known` of them say what an answer of training says, 13 tokens
+    in a row, and are told of as a group where others do not; `set_apart` by reason. `texts`: rows over fixed texts,
+    whose strides judge drafts by the target's own choices."""
 
     fingerprints: Mapping[str, str]
     slots: int
@@ -76,6 +80,7 @@ class Evaluation:
     seed: int
     documents: int
     tokens: int
+    known: int
     set_apart: Mapping[str, int]
     rows: tuple[Row, ...]
     texts: tuple[Row, ...]
@@ -101,7 +106,16 @@ def evaluate(
     if data and not own.used:
         told = ", ".join(f"{count} {reason}" for reason, count in own.set_apart.items()) or "there are none"
         raise TrainingError(f"no document to evaluate on: {told}")
-    rows = compare(loaded, opened.contestants, own.used, options, report, looping=own.looping, classes=own.classes)
+    rows = compare(
+        loaded,
+        opened.contestants,
+        own.used,
+        options,
+        report,
+        looping=own.looping,
+        classes=own.classes,
+        known=own.known,
+    )
     documents = texts(options.text, loaded.tokenizer, min(options.longest_text, loaded.config.max_position_embeddings))
     forced = force_documents(loaded.runner, documents, report) if documents else []
     return Evaluation(
@@ -113,6 +127,7 @@ def evaluate(
         seed=options.seed,
         documents=len(own.used),
         tokens=sum(len(one.document.answer) for one in own.used),
+        known=len(own.known),
         set_apart=dict(own.set_apart),
         rows=tuple(rows),
         texts=tuple(_over_texts(loaded, opened.contestants, forced, options, report)),
@@ -128,17 +143,19 @@ def compare(
     *,
     looping: Sequence[Forced] = (),
     classes: Mapping[str, str] | None = None,
+    known: Collection[str] = (),
 ) -> list[Row]:
     """A row for each drafter over answers the model itself chose; `looping` ones are told of as a group apart.
 
-    `classes`: of each document by its id, where they are to be told apart.
+    `classes`: of each document by its id, where they are to be told apart. `known`: ids of those that training has
+    parts of.
     """
     if not documents:
         return []
     model, vocab = loaded.runner.model, loaded.vocab
     every = [*documents, *looping]
     anchored = _anchored(model, vocab, documents, options)
-    groups = _groups([forced.document for forced in documents], classes or {})
+    groups = _groups([forced.document for forced in documents], classes or {}, known)
     bootstrap = Bootstrap(len(documents), options.rounds, options.seed)
     rows: list[Row] = []
     first: tuple[Walked, Strided | None] | None = None
@@ -234,13 +251,18 @@ def _stride_options(options: EvaluateOptions) -> StrideOptions:
     return StrideOptions(options.slots, options.every or options.slots, options.temperatures, options.seed)
 
 
-def _groups(documents: Sequence[Document], classes: Mapping[str, str]) -> dict[str, dict[str, list[int]]]:
+def _groups(
+    documents: Sequence[Document], classes: Mapping[str, str], known: Collection[str]
+) -> dict[str, dict[str, list[int]]]:
     """By what the documents are told apart: group → which of them."""
-    found: dict[str, dict[str, list[int]]] = {"temperature": {}, **({"class": {}} if classes else {})}
+    found: dict[str, dict[str, list[int]]] = {"temperature": {}}
+    found |= {name: {} for name, given in (("class", classes), ("training", known)) if given}
     for i, document in enumerate(documents):
         found["temperature"].setdefault(f"{sampling_of(document).temperature:g}", []).append(i)
         if classes:
             found["class"].setdefault(classes[document.id], []).append(i)
+        if known:
+            found["training"].setdefault(KNOWN if document.id in known else NEW, []).append(i)
     return {grouping: dict(sorted(groups.items())) for grouping, groups in found.items()}
 
 

@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backend.loading import Loaded
 from training.data import Document, Forced, Shard, find_shards, read_documents
 from training.errors import TrainingError
 from training.evaluate.choices import first_difference
+from training.evaluate.overlap import Learned
 from training.force import force_documents
 from training.forced import FORMAT, MANIFEST, read_forced, read_manifest
 from training.repetition import loops
@@ -38,12 +42,13 @@ class Source:
 @dataclass
 class Gathered:
     """`used` documents, those that loop, and how many were set apart by reason; `classes`: the source of each by id,
-    where there are several sources."""
+    where there are several sources; `known`: ids of used held-out ones that have a gram of a training answer."""
 
     used: list[Forced] = field(default_factory=list)
     looping: list[Forced] = field(default_factory=list)
     set_apart: Counter[str] = field(default_factory=Counter)
     classes: dict[str, str] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
 
 
 def sources(data: Sequence[Path]) -> list[Source]:
@@ -65,9 +70,10 @@ def gather(given: Sequence[Source], loaded: Loaded, *, held_out: bool, most: int
     Raises TrainingError for a damaged shard, and for documents of other weights or another tokenizer.
     """
     found = Gathered()
-    known: set[str] = set()
+    taken: set[str] = set()
+    learned: list[NDArray[np.int32]] = []
     for source in given:
-        for forced in _forced(source, loaded, held_out, most, known, report):
+        for forced in _forced(source, loaded, held_out, most, taken, learned, report):
             document = forced.document
             if len(given) > 1:
                 found.classes[document.id] = source.name
@@ -80,19 +86,30 @@ def gather(given: Sequence[Source], loaded: Loaded, *, held_out: bool, most: int
                 found.looping.append(forced)
             else:
                 found.used.append(forced)
+    if held_out:
+        training = Learned(learned)
+        found.known = {one.document.id for one in found.used if training.has_part_of(_answer(one.document))}
     return found
 
 
 def _forced(
-    source: Source, loaded: Loaded, held_out: bool, most: int | None, known: set[str], report: Report
+    source: Source,
+    loaded: Loaded,
+    held_out: bool,
+    most: int | None,
+    taken: set[str],
+    learned: list[NDArray[np.int32]],
+    report: Report,
 ) -> Iterator[Forced]:
     def is_wanted(document: Document) -> bool:
-        """Takes it in."""
-        is_one = (document.held_out or not held_out) and document.id not in known
-        if not is_one or (most is not None and len(known) >= most):
+        """Takes it in, or of one of training its answer."""
+        if not document.held_out:
+            learned.append(_answer(document))
+        is_one = (document.held_out or not held_out) and document.id not in taken
+        if not is_one or (most is not None and len(taken) >= most):
             return False
         _check(document, loaded.fingerprints.weights)
-        known.add(document.id)
+        taken.add(document.id)
         return True
 
     if source.folder is not None:
@@ -103,6 +120,10 @@ def _forced(
     else:
         documents = read_documents(source.shards, loaded.tokenizer.fingerprint, loaded.config.vocab_size)
         yield from force_documents(loaded.runner, [one for one in documents if is_wanted(one)], report)
+
+
+def _answer(document: Document) -> NDArray[np.int32]:
+    return document.tokens[document.prompt_length :]
 
 
 def _check(document: Document, mine: str) -> None:
