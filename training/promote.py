@@ -208,7 +208,8 @@ class _Run:
         for what, ratio in (("by steps", found["steps"]), ("in tokens/s", found["throughput"])):
             if not ratio.low > gain:
                 raise _No(f"not surely faster {what}: {ratio} over {self.incumbent}; above {gain:g} is wanted", **found)
-        reason = f"faster: {found['steps']} by steps, {found['throughput']} in tokens/s"
+        what = "faster" if gain >= 1 else f"surely above {gain:g}"
+        reason = f"{what}: {found['steps']} by steps, {found['throughput']} in tokens/s"
         return Verdict(True, reason, self.candidate, self.incumbent, len(self.asks), **found)
 
     def _trial(self) -> tuple[Trial, dict[str, str]]:

@@ -193,6 +193,13 @@ def test_a_gain_below_the_one_wanted_is_not_enough(server: AppServer, checkpoint
     assert "2.5" in verdict.reason or "slower on trial" in verdict.reason
 
 
+def test_a_slower_drafter_that_is_let_in_is_not_called_faster(server: AppServer, checkpoint: Path, asked: Path) -> None:
+    costs(server, 3 * INCUMBENT_SECONDS)
+    verdict = promote(options(server, checkpoint, asked, min_gain=0.0))
+    assert verdict.promoted
+    assert verdict.reason.startswith("surely above 0: 0.")
+
+
 @pytest.mark.parametrize("at", ["loading", "canary", "block 1 of 2, mtp", "block 2 of 2, mtp"])
 def test_an_interruption_leaves_the_incumbent_alone(server: AppServer, checkpoint: Path, asked: Path, at: str) -> None:
     costs(server, 0.0)
