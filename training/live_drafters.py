@@ -60,10 +60,11 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Drafters:
-    """All that are loaded. `previous` is what a roll-back makes the default."""
+    """All that are loaded. `previous` is what a roll-back makes the default; `canary` is on trial."""
 
     active: str
     previous: str | None
+    canary: str | None
     loaded: Mapping[str, Drafter]
 
 
@@ -95,6 +96,7 @@ class Operator:
             return Drafters(
                 active=str(told["active"]),
                 previous=None if told["previous"] is None else str(told["previous"]),
+                canary=None if told["canary"] is None else str(told["canary"]["drafter"]),
                 loaded={one["name"]: _drafter(one) for one in told["drafters"]},
             )
         except (KeyError, TypeError, ValueError, AttributeError):

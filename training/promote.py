@@ -135,15 +135,15 @@ def promote(options: PromoteOptions, report: Report = lambda doing, done, total:
                 if operator.drafters().loaded[name].fingerprint != fingerprint:
                     raise _No(f"what the server finds at its path is another checkpoint than {options.drafter}")
                 verdict = run.verdict()
+                run.activate(name)
             except _No as no:
                 return Verdict(False, str(no), name, incumbent, len(asks), **no.found)
-            operator.activate(name)
             restored.keep = True
             return verdict
 
 
 class _Restored:
-    """The incumbent as default again and the candidate gone, unless it is to be kept."""
+    """The incumbent as default again and the candidate gone, unless it is to be kept; another's default stays."""
 
     def __init__(self, operator: Operator, incumbent: str, candidate: str) -> None:
         self.keep = False
@@ -156,7 +156,11 @@ class _Restored:
         if self.keep:
             return
         try:
-            self._operator.activate(self._incumbent)
+            now = self._operator.drafters()
+            if now.active in (self._incumbent, self._candidate):
+                self._operator.activate(self._incumbent)
+            elif now.canary == self._candidate:
+                self._operator.activate(now.active)
             left = self._operator.drafters().loaded.get(self._candidate)
             if left and left.state != "retiring":  # the server may have let it go by itself
                 self._operator.unload(self._candidate)
@@ -215,9 +219,9 @@ class _Run:
     def _trial(self) -> tuple[Trial, dict[str, str]]:
         """A share of the requests on the candidate. Also the answers' digests, by request."""
         began, start = utc_now(), self._steps()
-        if self.operator.drafters().active != self.incumbent:
-            self.operator.activate(self.incumbent)
-        self.operator.activate(self.candidate, self.options.canary)
+        if self.operator.drafters().active == self.candidate:
+            self.activate(self.incumbent)
+        self.activate(self.candidate, self.options.canary)
         traffic = self._drive("canary", self.asks)
         served = list(traffic.served)
         if self.options.wait:
@@ -247,7 +251,7 @@ class _Run:
             order = (self.candidate, self.incumbent) if pair % 2 == 0 else (self.incumbent, self.candidate)
             told: dict[str, tuple[Traffic, Buckets]] = {}
             for name in order:
-                self.operator.activate(name, EVERYBODY if name == self.candidate else None)
+                self.activate(name, EVERYBODY if name == self.candidate else None)
                 before = self._steps()[name]
                 traffic = self._drive(f"block {pair + 1} of {self.options.pairs}, {name}", self.asks)
                 told[name] = traffic, since(self._steps()[name], before)
@@ -260,6 +264,13 @@ class _Run:
             (ours, our_steps), (theirs, their_steps) = told[self.candidate], told[self.incumbent]
             blocks.append(Block(ours.tokens_per_second, theirs.tokens_per_second, our_steps, their_steps))
         return blocks, served
+
+    def activate(self, name: str, canary: float | None = None) -> None:
+        """As the operator does; raises _No where somebody else has chosen a default meanwhile."""
+        active = self.operator.drafters().active
+        if active not in (self.incumbent, self.candidate):
+            raise _No(f"{active} was made the default meanwhile, not by this promotion")
+        self.operator.activate(name, canary)
 
     def _drive(self, doing: str, asks: Sequence[Ask]) -> Traffic:
         self.report(doing, 0, len(asks))

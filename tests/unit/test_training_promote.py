@@ -213,6 +213,24 @@ def test_an_interruption_leaves_the_incumbent_alone(server: AppServer, checkpoin
     assert drafters(server) == ("mtp", None, {"mtp", "none"})
 
 
+@pytest.mark.parametrize("at", ["canary", f"block 1 of 2, {CANDIDATE}", "block 1 of 2, mtp", "block 2 of 2, mtp"])
+def test_a_default_that_somebody_else_chooses_meanwhile_stays(
+    server: AppServer, checkpoint: Path, asked: Path, at: str
+) -> None:
+    costs(server, 0.0)
+    server.http.post("/v1/drafters", json={"path": "theirs"}).raise_for_status()
+
+    def choose(doing: str, done: int, total: int) -> None:
+        if doing == at and done == total:
+            server.http.put("/v1/drafters/active", json={"drafter": "theirs"}).raise_for_status()
+
+    verdict = promote(options(server, checkpoint, asked), choose)
+    assert not verdict.promoted
+    assert verdict.reason == "theirs was made the default meanwhile, not by this promotion"
+    active, _, loaded = drafters(server)
+    assert (active, CANDIDATE in loaded) == ("theirs", False)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 3 * INCUMBENT_SECONDS], ids=["faster", "slower"])
 def test_what_a_killed_promotion_left_active_is_judged_again(
     server: AppServer, checkpoint: Path, asked: Path, seconds: float
