@@ -543,6 +543,16 @@ def commit_together(writer: CaptureWriter, names: Sequence[str]) -> None:
         row.result(timeout=10)
 
 
+def test_rows_that_come_together_are_one_transaction_and_one_alone_is_one_statement(writer: CaptureWriter) -> None:
+    assert writer._target._db is not None
+    for names, statements in ((("a", "b", "c"), "BEGIN INSERT INSERT INSERT COMMIT"), (("alone",), "INSERT")):
+        seen: list[str] = []
+        writer._target._db.conn.set_trace_callback(seen.append)
+        commit_together(writer, names)
+        writer._target._db.conn.set_trace_callback(None)
+        assert " ".join(one.split()[0] for one in seen if not one.startswith("--")) == statements  # --: of a trigger
+
+
 @pytest.mark.parametrize("names", [("torn",), ("torn", "apart")])
 def test_rows_committed_to_a_file_that_was_moved_meanwhile_are_in_the_new_one_too(
     writer: CaptureWriter, path: Path, names: tuple[str, ...]
