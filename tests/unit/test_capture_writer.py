@@ -550,7 +550,7 @@ def test_rows_that_come_together_are_one_transaction_and_one_alone_is_one_statem
         writer._target._db.conn.set_trace_callback(seen.append)
         commit_together(writer, names)
         writer._target._db.conn.set_trace_callback(None)
-        assert " ".join(one.split()[0] for one in seen if "totals" not in one) == statements  # which triggers keep
+        assert " ".join(one.split()[0] for one in dict.fromkeys(seen)) == statements  # once for each trigger, too
 
 
 @pytest.mark.parametrize("names", [("torn",), ("torn", "apart")])
