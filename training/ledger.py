@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from training.errors import TrainingError
 
 SCHEMA = 1
 NAME = "ledger.jsonl"
+_USER = re.compile(r"(?<=://)[^/\s]*@")
 ON_PURPOSE = (TrainingError, BackendError, CaptureError)
 
 Outcome = Literal["running", "ok", "refused", "negative", "failed"]
@@ -217,7 +219,7 @@ def code() -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """The value as JSON can say it; not-a-number and infinities, which it cannot, as None. Fields of dataclasses whose
-    metadata calls them secret are left out."""
+    metadata calls them secret are left out, and of URLs who asks and with which password."""
     if is_dataclass(value) and not isinstance(value, type):
         told = [one for one in fields(value) if not one.metadata.get("secret")]
         return {one.name: plain(getattr(value, one.name)) for one in told}
@@ -225,13 +227,15 @@ def plain(value: Any) -> Any:
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(one) for one in value]
-    if isinstance(value, bool | int | str) or value is None:
+    if isinstance(value, str):
+        return _USER.sub("", value)
+    if isinstance(value, bool | int) or value is None:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if callable(numbers := getattr(value, "tolist", None)):  # of numpy and torch
         return plain(numbers())
-    return str(value)
+    return _USER.sub("", str(value))
 
 
 def _ending(error: BaseException) -> tuple[Outcome, str]:

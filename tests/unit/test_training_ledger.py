@@ -45,6 +45,19 @@ def test_a_run_is_recorded_with_what_it_had_and_what_it_found(tmp_path: Path) ->
     assert run.wall_seconds is not None
 
 
+def test_a_password_in_a_url_is_in_no_line(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    url = "http://user:pass@word@127.0.0.1:8000/v1"
+    with pytest.raises(TrainingError), ledger.run("promote", {"server": url, "urls": [url]}):
+        raise TrainingError(f"no server answers at {url}: mail@example.org knows")
+    text = ledger.path.read_text()
+    assert "user" not in text
+    assert "word" not in text
+    [run], _ = ledger.read()
+    assert run.fields["arguments"] == {"server": "http://127.0.0.1:8000/v1", "urls": ["http://127.0.0.1:8000/v1"]}
+    assert run.reason == "no server answers at http://127.0.0.1:8000/v1: mail@example.org knows"
+
+
 @pytest.mark.parametrize(
     ("error", "outcome", "reason"),
     [
