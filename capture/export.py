@@ -26,6 +26,7 @@ from capture.selection import NearDuplicates, Sample, loops
 from capture.store import Store
 
 SHARD_BYTES = 256_000_000
+PRIVATE = 0o600  # as the capture file: token ids are the conversations
 GROUP = ("weights_fingerprint", "tokenizer_fingerprint", "template_fingerprint")
 FINISHED_ONLY = "status = 'finished'"
 
@@ -272,7 +273,7 @@ def _export(
     reasons = Skipped(**skipped)
     if not shards:
         raise NothingToExportError(f"nothing to export from {store.path}: {str(reasons) or 'it holds no such rows'}")
-    put_down(folder / "manifest.json", lambda file: file.write(_manifest(header, wanted, shards, reasons)))
+    put_down(folder / "manifest.json", lambda file: file.write(_manifest(header, wanted, shards, reasons)), PRIVATE)
     return Export(folder, tuple(shards), reasons)
 
 
@@ -326,7 +327,7 @@ def _batches(form: Format, rows: Iterator[Generation], limit: int, skipped: Coun
 def _write(batch: Batch, path: Path, header: Mapping[str, Any]) -> Shard:
     contents = batch.contents
     fingerprints = contents.fingerprints()
-    put_down(path, lambda file: batch.write(file, {**header, "fingerprints": fingerprints}))
+    put_down(path, lambda file: batch.write(file, {**header, "fingerprints": fingerprints}), PRIVATE)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Shard(

@@ -44,11 +44,11 @@ def fresh(folder: Path) -> Iterator[None]:
     _sync(folder.parent)
 
 
-def put_down(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def put_down(path: Path, write: Callable[[IO[bytes]], object], mode: int = 0o666) -> None:
     """Write a file under a temporary name, and give it its own only when it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

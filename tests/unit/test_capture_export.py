@@ -294,6 +294,7 @@ def test_an_export_that_fails_midway_leaves_nothing(
 def test_an_export_is_private(path: Path, out: Path) -> None:
     export(write(path, generation()), out)
     assert out.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o600}  # a folder that was there may be open
 
 
 def test_memory_follows_the_shard_and_not_the_file(path: Path, out: Path) -> None:
