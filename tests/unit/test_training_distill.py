@@ -94,6 +94,22 @@ def test_a_killed_run_goes_on_to_the_bits_of_one_that_was_not(options: DistillOp
     assert {line["stage"] for line in lines(straight) if "stage" in line} == {"kd", "ce"}
 
 
+def test_what_is_measured_and_kept_is_the_weights_running_mean(options: DistillOptions, tmp_path: Path) -> None:
+    run = replace(options, out=tmp_path / "run", save_every=1, evaluate_every=0, ema=0.3)
+    before: dict[str, Tensor] = {}
+
+    def follow(doing: str, done: int, total: int) -> None:
+        state = torch.load(run.out / f"state-{done}.pt", weights_only=True)
+        decay = min(0.3, (1 + done) / (10 + done))
+        for name, mean in before.items():
+            torch.testing.assert_close(state["mean"][name], decay * mean + (1 - decay) * state["weights"][name])
+        before.update(state["mean"])
+
+    distill(run, follow)
+    last = load_file(run.out / "last" / "model.safetensors")
+    assert all(torch.equal(last[name], mean.bfloat16()) for name, mean in before.items())
+
+
 def test_only_a_whole_state_of_the_same_run_is_continued(options: DistillOptions, tmp_path: Path) -> None:
     run = replace(options, out=tmp_path / "run")
     with pytest.raises(TrainingError, match="nothing to resume"):

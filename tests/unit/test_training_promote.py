@@ -26,7 +26,7 @@ from tests.servers import AppServer, running_app
 from training import gate
 from training.cli import app
 from training.errors import TrainingError
-from training.gate import Block, Counts
+from training.gate import Block, Counts, Ratio
 from training.ledger import Ledger
 from training.live_drafters import Steps
 from training.promote import PromoteOptions, promote
@@ -96,8 +96,8 @@ class Timed(FakeBackend):
                 yield event
 
 
-def held_out_rows(count: int) -> Iterator[Generation]:
-    """Answers of the fake's model to so many prompts of the held-out tenth."""
+def held_out_rows(count: int, split: str = "held_out") -> Iterator[Generation]:
+    """Answers of the fake's model to so many prompts of the held-out tenth, or of the rest."""
     found, number = 0, 0
     while found < count:
         number += 1
@@ -111,7 +111,7 @@ def held_out_rows(count: int) -> Iterator[Generation]:
             parameters={"temperature": 0.7, "max_tokens": 40},
             request={"messages": [{"role": "user", "content": f"Question {number}?"}]},
         )
-        if split_of(row) == "held_out":
+        if split_of(row) == split:
             found += 1
             yield row
 
@@ -191,6 +191,21 @@ def test_a_gain_below_the_one_wanted_is_not_enough(server: AppServer, checkpoint
     verdict = promote(options(server, checkpoint, asked, min_gain=2.5))
     assert not verdict.promoted
     assert "2.5" in verdict.reason or "slower on trial" in verdict.reason
+
+
+@pytest.mark.parametrize(("figure", "said"), [("paired", "by steps"), ("throughput", "in tokens/s")])
+def test_a_gain_that_its_interval_leaves_in_doubt_is_none(
+    server: AppServer, checkpoint: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, figure: str, said: str
+) -> None:
+    costs(server, 0.0)
+    sure, doubtful = Ratio(1.2, 1.1, 1.3, 8), Ratio(1.2, 0.9, 1.5, 8)
+    for name in ("paired", "throughput"):
+        told = doubtful if name == figure else sure
+        monkeypatch.setattr(f"training.promote.{name}", lambda *given, told=told: told)
+    verdict = promote(options(server, checkpoint, asked))
+    assert not verdict.promoted
+    assert f"not surely faster {said}: 1.200 [0.900, 1.500]" in verdict.reason
+    assert drafters(server) == ("mtp", None, {"mtp", "none"})
 
 
 def test_a_slower_drafter_that_is_let_in_is_not_called_faster(server: AppServer, checkpoint: Path, asked: Path) -> None:
@@ -306,7 +321,7 @@ def test_a_drafter_that_changes_an_answer_is_taken_back(server: AppServer, check
 
 
 def test_too_few_requests_decide_nothing(server: AppServer, checkpoint: Path, tmp_path: Path) -> None:
-    few = write(tmp_path / "few.db", *held_out_rows(3))
+    few = write(tmp_path / "few.db", *held_out_rows(3), *held_out_rows(20, "train"))
     with pytest.raises(TrainingError, match="holds 3 different held-out requests"):
         promote(options(server, checkpoint, few))
     assert drafters(server) == ("mtp", None, {"mtp", "none"})
