@@ -6,6 +6,7 @@ Knows those lines; knows neither folders nor manifests, and no chat template.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import IO, Any, Literal
 
 from capture.conversation import Conversation, UnreadableError, conversation_of
 from capture.export import EVERYTHING, SHARD_BYTES, Contents, Export, Format, SkipError, Wanted, export_as, split_of
-from capture.records import Generation, storable
+from capture.records import Generation
 from capture.store import Store
 
 FORMAT, FORMAT_VERSION = "draftloop-jsonl", 1
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: readers refuse the whole file for its escape
 
 # messages: TRL's, with arguments as the objects that chat templates print. conversations: SpecForge's and speculators',
 # with arguments as text, so that a loader need not find one type for all of them. Both read tools from text.
@@ -64,7 +66,7 @@ class _Lines:
 
     def add(self, row: Generation, limit: int) -> bool:
         text = json.dumps(line_of(row, self._style), ensure_ascii=False, separators=(",", ":"))
-        line = storable(text).encode() + b"\n"
+        line = HALF.sub("\ufffd", text).encode() + b"\n"
         if self._lines and len(self._lines) + len(line) > limit:
             return False
         self._lines += line
@@ -90,7 +92,8 @@ def _with_objects(conversation: Conversation) -> list[dict[str, Any]]:
 def _object(arguments: str) -> dict[str, Any]:
     try:
         read = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+        json.dumps(read, allow_nan=False)  # a number beyond all, which JSON lacks
+    except (ValueError, RecursionError):
         raise SkipError("broken_calls") from None
     if not isinstance(read, dict):
         raise SkipError("broken_calls")

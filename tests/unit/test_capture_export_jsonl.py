@@ -147,8 +147,9 @@ def test_conversations_differ_from_messages_in_their_name_and_in_arguments_as_te
         assert other == one
 
 
-def test_raw_prompts_are_no_conversations_and_calls_cut_off_no_objects(tmp_path: Path) -> None:
-    cut = {**CALL, "function": {"name": "weather", "arguments": '{"city": "Ro'}}
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', '{"city": NaN}', '{"city": -1e999}', "[]"])
+def test_raw_prompts_are_no_conversations_and_calls_cut_off_no_objects(tmp_path: Path, arguments: str) -> None:
+    cut = {**CALL, "function": {"name": "weather", "arguments": arguments}}
     rows = [generation(request={"prompt": "Once"}), generation(tool_calls=[cut], finish_reason="length"), generation()]
     path = write(tmp_path / "capture.db", *rows)
     with Store.open(path) as store:
@@ -180,16 +181,18 @@ def test_rows_of_which_only_text_is_kept_are_conversations_too_but_not_redacted_
     assert len({line["split"] for line in found}) == 1, "later turns stay on the side of the first"
 
 
-def test_half_a_character_is_kept_as_json_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", ["messages", "conversations"])
+def test_half_a_character_keeps_no_reader_from_the_others(tmp_path: Path, style: Style) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": '{"a": "\ud83d"}'}}
     asked = [{"role": "user", "content": "\ud83d"}]
     kept = {"prompt_tokens": None, "completion_tokens": None, "logprobs": None}
     row = generation(request={"messages": asked}, tool_calls=[call], **kept)
     with Store.open(write(tmp_path / "c.db", row)) as store:
-        export_jsonl(store, tmp_path / "out")
-    line = json.loads((tmp_path / "out" / "shard-00000.jsonl").read_text())
-    assert line["messages"][0] == asked[0]
-    assert line["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": "\ud83d"}
+        export_jsonl(store, tmp_path / "out", style=style)
+    [line] = pyarrow.json.read_json(tmp_path / "out" / "shard-00000.jsonl").to_pylist()
+    assert line[style][0]["content"] == "\ufffd"
+    arguments = line[style][1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ({"a": "\ufffd"} if style == "messages" else '{"a": "\ufffd"}')
 
 
 def test_what_has_more_in_it_than_text_is_left_out(tmp_path: Path) -> None:
