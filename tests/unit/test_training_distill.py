@@ -110,6 +110,18 @@ def test_what_is_measured_and_kept_is_the_weights_running_mean(options: DistillO
     assert all(torch.equal(last[name], mean.bfloat16()) for name, mean in before.items())
 
 
+def test_gradients_are_no_longer_than_they_may_be(options: DistillOptions, tmp_path: Path) -> None:
+    """Seen where they may be next to nothing: AdamW forgets their length but for its epsilon."""
+
+    def moved(clip: float) -> float:
+        run = replace(options, out=tmp_path / f"{clip}", clip=clip, steps=3, ce_steps=0, save_every=1, weight_decay=0)
+        states: list[dict[str, Tensor]] = []
+        distill(run, lambda doing, done, total: states.append(torch.load(run.out / f"state-{done}.pt")["weights"]))
+        return max(float((states[-1][name] - weight).abs().max()) for name, weight in states[0].items())
+
+    assert moved(1e-12) < 1e-2 * moved(1.0)
+
+
 def test_only_a_whole_state_of_the_same_run_is_continued(options: DistillOptions, tmp_path: Path) -> None:
     run = replace(options, out=tmp_path / "run")
     with pytest.raises(TrainingError, match="nothing to resume"):
