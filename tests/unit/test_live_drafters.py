@@ -201,6 +201,20 @@ def test_whatever_is_refused_leaves_the_old_one_serving(backend, run, shelf, tmp
     assert run(answer(backend, ask("after"))).drafter == "mtp"
 
 
+def test_a_drafter_that_changed_an_answer_would_be_refused(backend, run, monkeypatch):
+    tried = trial.Examination._tried
+
+    def lying(self: trial.Examination, drafter: Any) -> trial.Tried:
+        found = tried(self, drafter)
+        return found if drafter is self.active else replace(found, answers=((1,), *found.answers[1:]))
+
+    monkeypatch.setattr(trial.Examination, "_tried", lying)
+    with pytest.raises(InvalidRequest, match="whole changes answers, which no drafter may") as raised:
+        run(load(backend, "whole"))
+    assert raised.value.code == "wrong_answers"
+    assert states(backend) == {"mtp": "active", "none": "loaded"}
+
+
 def test_without_a_directory_nothing_is_loaded(run, shelf):
     with pytest.raises(InvalidRequest, match="without --drafter-dir"):
         asyncio.run(make(None)._drafters.load(None, str(shelf / "whole"), None, 0))

@@ -118,8 +118,8 @@ def test_half_a_line_costs_no_other(tmp_path: Path, left: bytes) -> None:
     with ledger.path.open("ab") as file:
         file.write(left)
     assert [run.command for run in ledger.read()[0]] == ["first"]
-    with ledger.run("second"):
-        pass
+    with ledger.run("second"):  # were it killed now, this is all there would be of it
+        assert [(run.command, run.outcome) for run in ledger.read()[0]] == [("first", "ok"), ("second", "running")]
     runs, damaged = ledger.read()
     assert [run.command for run in runs] == ["first", "second"]
     assert damaged == 1
