@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from backend.interface import EngineStats
+from serve import live
 from serve.live import Buckets, Slots
 from tests.fake_backend import SLOTS, FakeBackend, Script
 from tests.servers import CHAT, Server, eventually, running_app
@@ -27,7 +28,8 @@ EVERY = 0.15
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second is long for a test; processes of their own take it all the same."""
-    monkeypatch.setattr("serve.live.EVERY", EVERY)
+    assert live.EVERY == 1.0
+    monkeypatch.setattr(live, "EVERY", EVERY)
 
 
 @contextmanager
