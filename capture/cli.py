@@ -5,6 +5,7 @@ Starts fast: imports nothing of the model or the server.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -41,6 +42,11 @@ app.command()(replay)
 
 def main() -> None:
     """Entry point of the console script."""
+    # Python has none for one that was closed, and those who print count on one.
+    sys.stdout, sys.stderr = (
+        stream or open(os.devnull, "w")  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr)
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:

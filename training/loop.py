@@ -83,7 +83,7 @@ def watch(
             done = read_json(options.workdir / ROUND) or {}
             now = Captured.of(options.capture_path, server_version(options)).completion_tokens
             new = now - int(done.get("captured", {}).get("completion_tokens", 0)) if done.get("finished") else now
-            if not done.get("finished") or new >= min_new_tokens:
+            if (not done.get("finished") and (done or now)) or new >= min_new_tokens:
                 turn()
             else:
                 report("waiting for new own tokens", max(new, 0), min_new_tokens)

@@ -241,6 +241,17 @@ def test_output_that_cannot_be_written_is_one_line(path: Path, command: list[str
     assert (done.returncode, done.stderr) == (2, "capture: No space left on device\n")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("command", ["stats", "list", "show 0190-one", "verify"])
+def test_a_stream_that_was_closed_is_done_without(path: Path, command: str, closed: str) -> None:
+    line = f"exec {sys.executable} -m capture.cli {command} --capture {path} {closed}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=60, check=False)
+    whole = capture(*command.split(), "--capture", str(path), cwd=path.parent)
+    assert done.returncode == whole.returncode
+    assert (done.stdout, done.stderr) == (whole.stdout if closed == "2>&-" else "", "")
+
+
 def test_whatever_a_foreign_file_says_is_harmless(path: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as db, db:
         for name, kind in COLUMNS.items():

@@ -93,6 +93,15 @@ def test_an_unfinished_turn_is_gone_on_with_whatever_is_new(server: AppServer, t
     assert turns(options, 1000, 1, lambda: None)[0] >= 1
 
 
+def test_no_turn_is_taken_before_there_is_an_answer(server: AppServer, tmp_path: Path) -> None:
+    path = answers(tmp_path / "c.db", 3, weights_fingerprint="other")
+    options = LoopOptions(server.url, tmp_path, capture=path)
+    taken, said = turns(options, 10, 3, lambda: None)
+    assert (taken, said[0]) == (0, "waiting for new own tokens 0/10")
+    answers(path, 1)
+    assert turns(options, 10, 1, lambda: None)[0] > 0
+
+
 def test_what_a_turn_refuses_is_told_and_waited_out(server: AppServer, tmp_path: Path) -> None:
     options = LoopOptions(server.url, tmp_path, capture=answers(tmp_path / "c.db", 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -136,5 +137,8 @@ class DistillOptions:
         for name, low, high in (("alpha", 0, 1), ("alpha_start", 0, 1), ("visited", 0, 1), ("ema", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise TrainingError(f"{name} is {getattr(self, name)}, expected {low} to {high}")
+        for name in ("lr", "ce_lr", "head_lr", "floor", "weight_decay", "clip", "discount", "noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TrainingError(f"{name} is {getattr(self, name)}, expected a number from 0 on")
         if self.slots < 1 or self.window < 4 * self.slots:
             raise TrainingError(f"a window of {self.window} tokens is too short for {self.slots} slots")
