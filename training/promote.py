@@ -238,6 +238,8 @@ class _Run:
         if found and any(one.steps for one in ours) and any(one.steps for one in theirs):
             ratio = unpaired(ours, theirs, found, self.options.seed)
         trial = Trial(len(ours), len(theirs), tau(ours), tau(theirs), ratio)
+        if any(one.steps for one in ours) and not any(one.accepted for one in ours):
+            raise _No("no draft of it was accepted on trial; is the server's --draft-tokens 0?", trial=trial)
         if ratio is not None and ratio.high < self.options.min_gain:
             raise _No(f"slower on trial: {ratio} over {self.incumbent} by steps", trial=trial)
         return trial, {one.id: one.digest for one in traffic.served}

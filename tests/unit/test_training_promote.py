@@ -178,6 +178,16 @@ def test_a_slower_drafter_is_taken_back(server: AppServer, checkpoint: Path, ask
     assert drafters(server) == ("mtp", None, {"mtp", "none"})
 
 
+def test_where_nothing_is_accepted_it_is_said(
+    server: AppServer, checkpoint: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fake_backend.ACCEPTED", (0,))
+    costs(server, 0.0)
+    verdict = promote(options(server, checkpoint, asked))
+    assert "no draft of it was accepted on trial" in verdict.reason
+    assert drafters(server) == ("mtp", None, {"mtp", "none"})
+
+
 def test_a_drafter_as_fast_as_the_other_is_not_worth_it(server: AppServer, checkpoint: Path, asked: Path) -> None:
     costs(server, INCUMBENT_SECONDS)
     verdict = promote(options(server, checkpoint, asked))
