@@ -26,6 +26,7 @@ from tests.servers import ROOT, clean_environment, running_process
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
 CUDA = yaml.safe_load((DOCKER / "compose.cuda.yaml").read_text(encoding="utf-8"))
+HADOLINT = Path(sys.executable).with_name("hadolint")
 # The upstream's key is the one variable without a flag.
 VARIABLES = {*map(variable, Settings.model_fields), "DRAFTLOOP_UPSTREAM_API_KEY"}
 
@@ -65,6 +66,19 @@ def copied() -> dict[str, set[str]]:
             if "--from=" not in line:
                 sources[stage].update(words[:-1])
     return sources
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint has no wheel for this machine")
+def test_its_linter_has_nothing_against_the_dockerfile(tmp_path: Path) -> None:
+    def told(file: Path) -> str:
+        done = subprocess.run([HADOLINT, "--no-color", file], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr == ""
+        return done.stdout
+
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    (tmp_path / "Dockerfile").write_text(text + "RUN cd /tmp && sudo pip install draftloop\n", encoding="utf-8")
+    assert "DL3004" in told(tmp_path / "Dockerfile")
+    assert told(DOCKER / "Dockerfile") == ""
 
 
 def test_the_images_are_built_from_files_that_exist_and_are_not_ignored():
