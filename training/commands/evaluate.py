@@ -94,10 +94,12 @@ def evaluate(
 
 
 def _print(found: Evaluation) -> None:
+    from training.evaluate.overlap import GRAM
+
     console = Console()
     if found.rows:
         apart = ", ".join(f"{count} {reason}" for reason, count in found.set_apart.items()) or "none"
-        known = f", {found.known} of them with 13 tokens in a row of a training answer" if found.known else ""
+        known = f", {found.known} of them with {GRAM} tokens in a row of a training answer" if found.known else ""
         console.print(f"{found.documents} documents{known}, {found.tokens} generated tokens; set apart: {apart}")
         console.print(_walks(found.rows))
     for title, rows in (("anchors in these documents", found.rows), ("anchors in fixed texts", found.texts)):
@@ -113,11 +115,13 @@ def _print(found: Evaluation) -> None:
 
 
 def _walks(rows: Sequence[Row]) -> Table:
+    from training.evaluate.evaluation import NEW
+
     table = Table("drafter", "weights read", "steps", "surv by slot", "chain", "τ", "τ over the first's", title="walks")
     for row in rows:
         over = _told(row.difference["tau"]) if row.difference else ""
         told = [(row.name, f"{row.parameters_read:,}", row.walk or {}, over)]
-        if new := row.by.get("training", {}).get("new"):
+        if new := row.by.get("training", {}).get(NEW):
             told.append(("  answers new to training", "", new["walk"], ""))
         for name, read, walk, difference in told:
             table.add_row(

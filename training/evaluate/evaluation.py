@@ -70,8 +70,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`documents` were used, of `tokens` generated ones; `known` of them say what an answer of training says, 13 tokens
-    in a row, and are told of as a group where others do not; `set_apart` by reason. `texts`: rows over fixed texts,
+    """`documents` were used, of `tokens` generated ones; `known` of them have a gram of a training answer (`overlap`)
+    and are told of as a group, apart from those that have none; `set_apart` by reason. `texts`: rows over fixed texts,
     whose strides judge drafts by the target's own choices."""
 
     fingerprints: Mapping[str, str]
